@@ -1,0 +1,340 @@
+// The only file that knows Python: delta_runtime._C.
+//
+// Threads and the GIL: every function here is called with the GIL. Rebuilding runs with the GIL
+// released. The pump takes the GIL at an op boundary, with no lock of ours held.
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <new>
+
+#include "cpu_pool.h"
+#include "replay.h"
+#include "session.h"
+
+namespace py = pybind11;
+
+namespace delta {
+namespace {
+
+PyTypeObject* g_ticket_type = nullptr;
+PyObject* g_inplace_error = nullptr;
+PyObject* g_mismatch_error = nullptr;
+
+struct PyTicket {
+  PyObject_HEAD Ticket ticket;
+};
+
+void ticket_dealloc(PyObject* self) {
+  reinterpret_cast<PyTicket*>(self)->ticket.~Ticket();
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+// Turns the C++ exception in flight into a Python one.
+void set_python_error() {
+  try {
+    throw;
+  } catch (const InplaceModificationError& e) {
+    PyErr_SetString(g_inplace_error != nullptr ? g_inplace_error : PyExc_RuntimeError, e.what());
+  } catch (const RecomputeMismatchError& e) {
+    PyErr_SetString(g_mismatch_error != nullptr ? g_mismatch_error : PyExc_RuntimeError, e.what());
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+  }
+}
+
+// pack(tensor) -> ticket. `self` is the session that the hook was made for.
+PyObject* py_pack(PyObject* self, PyObject* argument) {
+  auto* object = PyObject_New(PyTicket, g_ticket_type);
+  if (object == nullptr) {
+    return nullptr;
+  }
+  new (&object->ticket) Ticket();
+  try {
+    auto* session = reinterpret_cast<Session*>(PyCapsule_GetPointer(self, "delta_runtime.session"));
+    session->pack(THPVariable_Unpack(argument), object->ticket);
+  } catch (...) {
+    set_python_error();
+    Py_DECREF(reinterpret_cast<PyObject*>(object));
+    return nullptr;
+  }
+  return reinterpret_cast<PyObject*>(object);
+}
+
+// unpack(ticket) -> tensor. Works on any thread, any number of times, also after the session was
+// left.
+PyObject* py_unpack(PyObject* /*self*/, PyObject* argument) {
+  if (Py_TYPE(argument) != g_ticket_type) {
+    PyErr_SetString(PyExc_TypeError, "delta_runtime: unpack takes a ticket that pack returned");
+    return nullptr;
+  }
+  Ticket& ticket = reinterpret_cast<PyTicket*>(argument)->ticket;
+  try {
+    at::Tensor t;
+    if (ticket.is_away()) {
+      py::gil_scoped_release no_gil;
+      t = ticket.session->unpack(ticket);
+    } else {
+      t = ticket.session->unpack(ticket);
+    }
+    return THPVariable_Wrap(std::move(t));
+  } catch (...) {
+    set_python_error();
+    return nullptr;
+  }
+}
+
+PyMethodDef g_pack_method = {"pack", py_pack, METH_O,
+                             "Give autograd a ticket for a tensor that it saves."};
+PyMethodDef g_unpack_method = {"unpack", py_unpack, METH_O,
+                               "Give the saved tensor for a ticket back."};
+
+void release_capsule(PyObject* capsule) {
+  auto* session =
+      reinterpret_cast<Session*>(PyCapsule_GetPointer(capsule, "delta_runtime.session"));
+  c10::intrusive_ptr<Session>::reclaim(session).reset();
+}
+
+py::object hook(const c10::intrusive_ptr<Session>& session, PyMethodDef* method) {
+  auto copy = session;
+  auto capsule = py::reinterpret_steal<py::object>(
+      PyCapsule_New(copy.release(), "delta_runtime.session", release_capsule));
+  return py::reinterpret_steal<py::object>(PyCFunction_New(method, capsule.ptr()));
+}
+
+template <class T>
+py::bytes rows_of(const std::vector<T>& rows) {
+  return py::bytes(reinterpret_cast<const char*>(rows.data()), rows.size() * sizeof(T));
+}
+
+template <class T>
+std::vector<T> rows_from(const py::buffer& buffer) {
+  auto info = buffer.request();
+  const auto* begin = static_cast<const T*>(info.ptr);
+  return std::vector<T>(begin,
+                        begin + info.size * info.itemsize / static_cast<py::ssize_t>(sizeof(T)));
+}
+
+py::dict counters_of(const Session& s) {
+  const auto& c = s.counters_;
+  py::dict d;
+  d["ops"] = c.ops;
+  d["packs"] = c.packs;
+  d["unpacks"] = c.unpacks;
+  d["packed_bytes"] = c.packed_bytes;
+  d["drops"] = c.drops;
+  d["dropped_bytes"] = c.dropped_bytes;
+  d["rebuilds"] = c.rebuilds;
+  d["rebuilt_bytes"] = c.rebuilt_bytes;
+  d["replayed_ops"] = c.replayed_ops;
+  d["rebuild_s"] = c.rebuild_seconds;
+  d["boundary_evictions"] = c.boundary_evictions;
+  d["rescues"] = c.rescues;
+  d["rescued_bytes"] = c.rescued_bytes;
+  d["shortfalls"] = c.overshoots;
+  d["shortfall_bytes"] = c.overshoot_bytes;
+  d["audits"] = c.audits;
+  d["audit_failures"] = c.audit_failures;
+  d["clones_on_write"] = c.clones_on_write;
+  d["pumps"] = c.pumps;
+  d["plan_hits"] = c.plan_hits;
+  d["plan_misses"] = c.plan_misses;
+  d["exposed_bytes"] = c.exposed_bytes;
+  d["floor_bytes"] = c.floor_bytes;
+  d["floor_op"] = std::string(c.floor_op);
+  static const char* reasons[] = {"managed", "source", "small",  "device",
+                                  "layout",  "opaque", "unknown"};
+  py::dict kept;
+  for (int i = 1; i < static_cast<int>(KeptReason::Count); ++i) {
+    kept[reasons[i]] = c.kept_bytes[i];
+  }
+  d["kept_bytes"] = kept;
+  d["live_tickets"] = s.live_tickets_;
+  d["managed_pages"] = s.managed_.size();
+  d["managed_resident_bytes"] = s.managed_resident_bytes_;
+  d["dropped_now_bytes"] = s.dropped_now_bytes_;
+  d["known_pages"] = s.pages_.size();
+  d["uncounted_bytes"] = s.uncounted_bytes_;
+  d["tick"] = s.tick_;
+  return d;
+}
+
+// A Python callable that C++ may call at an op boundary, from a thread with or without the GIL.
+std::function<void(int64_t)> callback_of(py::object callable) {
+  if (callable.is_none()) {
+    return nullptr;
+  }
+  auto holder =
+      std::shared_ptr<py::object>(new py::object(std::move(callable)), [](py::object* object) {
+        py::gil_scoped_acquire gil;
+        delete object;
+      });
+  return [holder](int64_t argument) {
+    py::gil_scoped_acquire gil;
+    py::error_scope pending;  // an error may be pending when an op runs inside a destructor
+    try {
+      (*holder)(argument);
+    } catch (py::error_already_set& e) {
+      e.discard_as_unraisable(
+          "delta_runtime: the policy failed; evicting by the last known weights");
+    }
+  };
+}
+
+void bind_pool(py::module_& m) {
+  auto pool = m.def_submodule("cpu_pool", "The CPU allocator with a capacity.");
+  pool.def("install", &cpu_pool::install);
+  pool.def("installed", &cpu_pool::installed);
+  pool.def("set_capacity", &cpu_pool::set_capacity, "Bytes; 0 lifts it.");
+  pool.def("set_soft_limit", &cpu_pool::set_soft_limit, "Bytes; 0 lifts it.");
+  pool.def("capacity_bytes", [] { return cpu_pool::limits().capacity_bytes; });
+  pool.def("soft_limit_bytes", [] { return cpu_pool::limits().soft_limit_bytes; });
+  pool.def("set_rescue_enabled", &cpu_pool::set_rescue_enabled);
+  pool.def("live_bytes", &cpu_pool::live_bytes);
+  pool.def("peak_bytes", &cpu_pool::peak_bytes);
+  pool.def("reset_peak", &cpu_pool::reset_peak);
+  pool.def("allocation_count", &cpu_pool::allocation_count);
+  pool.def("set_soft_limit_is_hard", &cpu_pool::set_soft_limit_is_hard);
+  pool.def("reset_step_peak", &cpu_pool::reset_step_peak);
+  pool.def("step_peak_bytes", &cpu_pool::step_peak_bytes);
+  pool.def("rescue_count", &cpu_pool::rescue_count);
+  pool.def("rescued_bytes", &cpu_pool::rescued_bytes);
+  pool.def("overshoot_peak_bytes", &cpu_pool::overshoot_peak_bytes);
+  pool.def("reset_counters", &cpu_pool::reset_counters);
+}
+
+void bind_session(py::module_& m) {
+  py::class_<Session, c10::intrusive_ptr<Session>>(m, "Session")
+      .def(py::init([](const std::string& device, int64_t budget_bytes, int64_t min_bytes,
+                       int verify, int stress, uint64_t seed, bool drop) {
+             SessionOptions options;
+             options.device = c10::Device(device);
+             options.budget_bytes = budget_bytes;
+             options.min_bytes = min_bytes;
+             options.verify = static_cast<Verify>(verify);
+             options.stress = static_cast<Stress>(stress);
+             options.seed = seed;
+             options.drop = drop;
+             return c10::make_intrusive<Session>(options);
+           }),
+           py::kw_only(), py::arg("device") = "cpu", py::arg("budget_bytes") = 0,
+           py::arg("min_bytes") = 4096, py::arg("verify") = 1, py::arg("stress") = 0,
+           py::arg("seed") = 0, py::arg("drop") = true)
+      .def("pack_hook", [](c10::intrusive_ptr<Session> s) { return hook(s, &g_pack_method); })
+      .def("unpack_hook", [](c10::intrusive_ptr<Session> s) { return hook(s, &g_unpack_method); })
+      .def("enter", &Session::enter)
+      .def("leave", &Session::leave)
+      .def("begin_step", &Session::begin_step)
+      .def("end_step", &Session::end_step)
+      .def("mark_written", &Session::mark_written)
+      .def("drop_all", &Session::drop_all)
+      .def("restore_all", &Session::restore_all, py::call_guard<py::gil_scoped_release>())
+      .def("make_room", [](Session& s, int64_t bytes) { return s.make_room(bytes, false); })
+      .def("counters", &counters_of)
+      .def("reset_counters", [](Session& s) { s.counters_ = Counters(); })
+      .def("set_budget", &Session::set_budget)
+      .def("live_bytes", &Session::live_bytes)
+      .def(
+          "set_pump", [](Session& s, py::object f) { s.pump_ = callback_of(std::move(f)); },
+          "Called with the bytes needed when memory gets tight and no plan is followed.")
+      .def(
+          "set_boundary", [](Session& s, py::object f) { s.boundary_ = callback_of(std::move(f)); },
+          "Called when backward is over and another op begins.")
+      .def("set_taping", [](Session& s, bool on) { s.taping_ = on; })
+      .def("set_default_weight",
+           [](Session& s, int w) { s.default_weight_ = static_cast<DefaultWeight>(w); })
+      .def("set_logging", [](Session& s, bool on) { s.logging_ = on; })
+      .def("set_events", [](Session& s, bool on) { s.events_on_ = on; })
+      .def("tick", [](const Session& s) { return s.tick_; })
+      .def("step_begin_tick", [](const Session& s) { return s.step_begin_tick_; })
+      .def("fingerprint", [](const Session& s) { return s.fingerprint_; })
+      .def("drain_events",
+           [](Session& s) {
+             std::vector<Event> events;
+             {
+               Session::Guard guard(s);
+               events.swap(s.events_);
+             }
+             return rows_of(events);
+           })
+      .def("logged_ops", [](const Session& s) { return rows_of(s.log_ops_); })
+      .def("logged_inputs", [](const Session& s) { return rows_of(s.log_inputs_); })
+      .def("logged_outputs", [](const Session& s) { return rows_of(s.log_outputs_); })
+      .def("logged_names",
+           [](const Session& s) {
+             py::dict d;
+             for (const auto& [hash, info] : s.log_names_) {
+               d[py::int_(hash)] = info->name;
+             }
+             return d;
+           })
+      .def("publish",
+           [](Session& s, const py::buffer& pages, const py::buffer& weights, int distance) {
+             auto ids = rows_from<int64_t>(pages);
+             auto w = rows_from<double>(weights);
+             TORCH_CHECK(ids.size() == w.size(), "publish: ", ids.size(), " pages but ", w.size(),
+                         " weights");
+             Session::Guard guard(s);
+             for (size_t i = 0; i < ids.size(); ++i) {
+               auto it = s.managed_.find(ids[i]);
+               if (it != s.managed_.end()) {
+                 it->second->weight = w[i];
+               }
+             }
+             s.distance_ = static_cast<Distance>(distance);
+           })
+      .def("set_distance", [](Session& s, int d) { s.distance_ = static_cast<Distance>(d); })
+      .def("set_plans", [](Session& s, const py::list& plans) {
+        std::vector<std::shared_ptr<PlanTable>> tables;
+        for (const auto& item : plans) {
+          auto t = item.cast<py::tuple>();
+          auto table = std::make_shared<PlanTable>();
+          table->fingerprint = rows_from<uint64_t>(t[0].cast<py::buffer>());
+          table->weight = rows_from<double>(t[1].cast<py::buffer>());
+          table->rebuilt_weight = rows_from<double>(t[2].cast<py::buffer>());
+          table->first_use = rows_from<int32_t>(t[3].cast<py::buffer>());
+          table->uses = rows_from<int64_t>(t[4].cast<py::buffer>());
+          TORCH_CHECK(table->rebuilt_weight.size() == table->fingerprint.size() &&
+                          table->weight.size() == table->fingerprint.size() &&
+                          table->first_use.size() == table->fingerprint.size() + 1,
+                      "set_plans: columns of different lengths");
+          tables.push_back(std::move(table));
+        }
+        Session::Guard guard(s);
+        s.plans_ = std::move(tables);
+        s.plan_ = nullptr;
+      });
+}
+
+void bind_ticket(py::module_& m) {
+  static PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(ticket_dealloc)},
+                                {0, nullptr}};
+  static PyType_Spec spec = {"delta_runtime._C.Ticket", sizeof(PyTicket), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+  g_ticket_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  m.add_object("Ticket",
+               py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(g_ticket_type)));
+}
+
+}  // namespace
+}  // namespace delta
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "delta_runtime's extension: observes ops and saved tensors, frees and rebuilds them.";
+  delta::bind_pool(m);
+  delta::bind_session(m);
+  delta::bind_ticket(m);
+  m.def(
+      "set_sabotage", [](int which) { delta::set_sabotage(static_cast<delta::Sabotage>(which)); },
+      "Break one rule of replay on purpose, for the tests that prove that the tests can fail; 0 "
+      "mends it.");
+  m.def("enter_bare_observer", &delta::enter_bare_observer,
+        "Observe every op and do nothing: the floor.");
+  m.def("leave_bare_observer", &delta::leave_bare_observer);
+  m.def("live_records", &delta::live_records, "Op records alive in this process.");
+  m.def("set_error_types", [](py::object inplace, py::object mismatch) {
+    delta::g_inplace_error = inplace.release().ptr();
+    delta::g_mismatch_error = mismatch.release().ptr();
+  });
+}

@@ -1,0 +1,176 @@
+#include "cpu_pool.h"
+
+#include <ATen/Context.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/alloc_cpu.h>
+#include <c10/util/Exception.h>
+#include <malloc.h>
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+
+namespace delta {
+namespace cpu_pool {
+namespace {
+
+std::atomic<int64_t> g_live{0};
+std::atomic<int64_t> g_peak{0};
+std::atomic<int64_t> g_step_peak{0};
+std::atomic<int64_t> g_window_peak{0};
+std::atomic<int64_t> g_window_rescued{0};
+std::atomic<int64_t> g_soft_limit{0};
+std::atomic<int64_t> g_capacity{0};
+std::atomic<int64_t> g_allocations{0};
+std::atomic<int64_t> g_rescues{0};
+std::atomic<int64_t> g_rescued_bytes{0};
+std::atomic<int64_t> g_overshoot_peak{0};
+std::atomic<RescueFn> g_rescue{nullptr};
+std::atomic<bool> g_rescue_enabled{true};
+std::atomic<bool> g_soft_limit_is_hard{false};
+std::atomic<bool> g_installed{false};
+thread_local bool t_rescuing = false;
+
+void raise_to(std::atomic<int64_t>& high, int64_t value) {
+  int64_t seen = high.load(std::memory_order_relaxed);
+  while (value > seen && !high.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
+  }
+}
+
+void release(void* block) {
+  if (block == nullptr) {
+    return;
+  }
+  g_live.fetch_sub(static_cast<int64_t>(malloc_usable_size(block)), std::memory_order_relaxed);
+  c10::free_cpu(block);
+}
+
+// Asks the rescue for `bytes`; returns true if it freed anything. Never recursive.
+bool ask_for_room(int64_t bytes) {
+  RescueFn rescue = g_rescue.load(std::memory_order_acquire);
+  if (rescue == nullptr || t_rescuing || !g_rescue_enabled.load(std::memory_order_relaxed)) {
+    return false;
+  }
+  t_rescuing = true;
+  int64_t freed = rescue(bytes);
+  t_rescuing = false;
+  if (freed > 0) {
+    g_rescues.fetch_add(1, std::memory_order_relaxed);
+    g_rescued_bytes.fetch_add(freed, std::memory_order_relaxed);
+    g_window_rescued.fetch_add(freed, std::memory_order_relaxed);
+  }
+  return freed > 0;
+}
+
+class PoolAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t n) override {
+    c10::Device device(c10::DeviceType::CPU);
+    if (n == 0) {
+      return {nullptr, nullptr, &release, device};
+    }
+    int64_t bytes = static_cast<int64_t>(n);
+    reserve(bytes);
+    void* block = nullptr;
+    try {
+      block = c10::alloc_cpu(n);
+    } catch (...) {
+      g_live.fetch_sub(bytes, std::memory_order_relaxed);
+      throw;
+    }
+    // The block may be a little larger than asked for; what is counted is what is really taken.
+    int64_t extra = static_cast<int64_t>(malloc_usable_size(block)) - bytes;
+    int64_t live = g_live.fetch_add(extra, std::memory_order_relaxed) + extra;
+    raise_to(g_peak, live);
+    raise_to(g_step_peak, live);
+    raise_to(g_window_peak, live);
+    g_allocations.fetch_add(1, std::memory_order_relaxed);
+    return {block, block, &release, device};
+  }
+
+  at::DeleterFnPtr raw_deleter() const override { return &release; }
+
+  void copy_data(void* dest, const void* src, std::size_t count) const override {
+    default_copy_data(dest, src, count);
+  }
+
+ private:
+  // Note: reserve first, act, commit. `bytes` are counted before the memory is taken, so that two
+  // threads cannot both fit into the same room, and given back on every way out that does not
+  // allocate.
+  static void reserve(int64_t bytes) {
+    int64_t live = g_live.fetch_add(bytes, std::memory_order_relaxed) + bytes;
+    const int64_t slack = 4096;  // malloc's rounding, not known yet
+    int64_t soft = g_soft_limit.load(std::memory_order_relaxed);
+    if (soft > 0 && live + slack > soft) {
+      if (ask_for_room(live + slack - soft)) {
+        live = g_live.load(std::memory_order_relaxed);
+      }
+      if (live > soft) {
+        raise_to(g_overshoot_peak, live - soft);
+      }
+    }
+    int64_t capacity = g_capacity.load(std::memory_order_relaxed);
+    if (soft > 0 && g_soft_limit_is_hard.load(std::memory_order_relaxed)) {
+      capacity = capacity > 0 ? std::min(capacity, soft) : soft;
+    }
+    if (capacity > 0 && live + slack > capacity) {
+      if (ask_for_room(live + slack - capacity)) {
+        live = g_live.load(std::memory_order_relaxed);
+      }
+      if (live > capacity) {
+        g_live.fetch_sub(bytes, std::memory_order_relaxed);
+        TORCH_CHECK_WITH(OutOfMemoryError, false, "CPU pool out of memory: tried to allocate ",
+                         bytes, " bytes with ", live - bytes, " bytes live and a capacity of ",
+                         capacity, " bytes (delta_runtime.cpu_pool).");
+      }
+    }
+  }
+};
+
+PoolAllocator g_allocator;
+
+}  // namespace
+
+void install() {
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> guard(mutex);
+  if (!g_installed.load()) {
+    c10::SetCPUAllocator(&g_allocator, /*priority=*/100);
+    g_installed.store(true);
+  }
+}
+
+bool installed() { return g_installed.load(); }
+void set_capacity(int64_t bytes) { g_capacity.store(bytes); }
+void set_soft_limit(int64_t bytes) { g_soft_limit.store(bytes); }
+Limits limits() { return {g_soft_limit.load(), g_capacity.load()}; }
+void set_rescue(RescueFn fn) { g_rescue.store(fn, std::memory_order_release); }
+void set_rescue_enabled(bool enabled) { g_rescue_enabled.store(enabled); }
+void set_soft_limit_is_hard(bool hard) { g_soft_limit_is_hard.store(hard); }
+bool owns(const c10::DataPtr& data) { return data.get_deleter() == &release; }
+void reset_step_peak() { g_step_peak.store(g_live.load()); }
+int64_t step_peak_bytes() { return g_step_peak.load(); }
+int64_t live_bytes() { return g_live.load(std::memory_order_relaxed); }
+int64_t peak_bytes() { return g_peak.load(std::memory_order_relaxed); }
+void reset_peak() { g_peak.store(g_live.load()); }
+int64_t allocation_count() { return g_allocations.load(); }
+
+void open_window() {
+  g_window_peak.store(g_live.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  g_window_rescued.store(0, std::memory_order_relaxed);
+}
+int64_t window_peak_bytes() { return g_window_peak.load(std::memory_order_relaxed); }
+int64_t window_rescued_bytes() { return g_window_rescued.load(std::memory_order_relaxed); }
+
+int64_t rescue_count() { return g_rescues.load(); }
+int64_t rescued_bytes() { return g_rescued_bytes.load(); }
+int64_t overshoot_peak_bytes() { return g_overshoot_peak.load(); }
+void reset_counters() {
+  g_rescues.store(0);
+  g_rescued_bytes.store(0);
+  g_overshoot_peak.store(0);
+}
+
+}  // namespace cpu_pool
+}  // namespace delta

@@ -1,0 +1,58 @@
+// The CPU allocator of this process, with a capacity, a soft limit, an exact peak and a watermark
+// per op.
+//
+// It stands in for a device that runs out of memory for real. It counts what was allocated after
+// install(); a block that was allocated before is freed by its own deleter and never seen here.
+#pragma once
+
+#include <c10/core/Allocator.h>
+
+#include <cstdint>
+
+namespace delta {
+namespace cpu_pool {
+
+// Called inside an allocation that would pass the soft limit, with no lock of the pool held: frees
+// device memory if it can and returns how many bytes it freed. Must not take the GIL and must not
+// throw.
+using RescueFn = int64_t (*)(int64_t bytes);
+
+struct Limits {
+  int64_t soft_limit_bytes = 0;  // 0: none. Above it the rescue is asked for room.
+  int64_t capacity_bytes = 0;    // 0: none. Above it the allocation raises OutOfMemoryError.
+};
+
+void install();  // idempotent
+bool installed();
+
+void set_capacity(int64_t bytes);    // 0 lifts it
+void set_soft_limit(int64_t bytes);  // 0 lifts it
+Limits limits();
+void set_rescue(RescueFn fn);  // nullptr: none
+void set_rescue_enabled(bool enabled);
+void set_soft_limit_is_hard(bool hard);  // above the soft limit: OutOfMemoryError too
+bool owns(const c10::DataPtr& data);
+
+int64_t live_bytes();
+int64_t peak_bytes();
+void reset_peak();
+int64_t allocation_count();
+
+// A second peak, of the runtime's current step, so that a user's reset_peak() and ours do not
+// disturb each other.
+void reset_step_peak();
+int64_t step_peak_bytes();
+
+// The nested watermark: highest live bytes since open_window(). One window at a time, of the
+// observing thread.
+void open_window();
+int64_t window_peak_bytes();
+int64_t window_rescued_bytes();
+
+int64_t rescue_count();
+int64_t rescued_bytes();
+int64_t overshoot_peak_bytes();  // how far live bytes went above the soft limit at the worst
+void reset_counters();
+
+}  // namespace cpu_pool
+}  // namespace delta

@@ -1,0 +1,229 @@
+#include "op_info.h"
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace delta {
+namespace {
+
+std::atomic<int> g_sabotage{0};
+
+// Ops that write running statistics, marked in their schema or not; the outputs do not depend on
+// the old statistics while training. Name without overload -> (written arguments, index of
+// `training`; -1: always).
+struct SideWrites {
+  std::vector<size_t> arguments;
+  int training_argument;
+};
+const std::unordered_map<std::string, SideWrites>& side_writes() {
+  static const std::unordered_map<std::string, SideWrites> table = {
+      {"aten::native_batch_norm", {{3, 4}, 5}},
+      {"aten::cudnn_batch_norm", {{3, 4}, 5}},
+      {"aten::miopen_batch_norm", {{3, 4}, 5}},
+      {"aten::_native_batch_norm_legit", {{3, 4}, 5}},
+      {"aten::_batch_norm_with_update", {{3, 4}, -1}},
+      {"aten::batch_norm_update_stats", {{1, 2}, -1}},
+      {"aten::batch_norm_gather_stats", {{3, 4}, -1}},
+      {"aten::batch_norm_gather_stats_with_counts", {{3, 4}, -1}},
+  };
+  return table;
+}
+
+// In-place ops that overwrite all of their first argument.
+const std::unordered_set<std::string>& overwriting_ops() {
+  static const std::unordered_set<std::string> names = {
+      "aten::fill_",       "aten::zero_",      "aten::normal_",      "aten::uniform_",
+      "aten::random_",     "aten::bernoulli_", "aten::exponential_", "aten::geometric_",
+      "aten::log_normal_", "aten::cauchy_",    "aten::copy_",
+  };
+  return names;
+}
+
+const std::unordered_set<std::string>& empty_ops() {
+  static const std::unordered_set<std::string> names = {
+      "aten::empty",     "aten::empty_like",        "aten::empty_strided",
+      "aten::new_empty", "aten::new_empty_strided", "aten::empty_permuted",
+  };
+  return names;
+}
+
+bool starts_with(const std::string& text, const char* prefix) { return text.rfind(prefix, 0) == 0; }
+
+uint64_t hash_of(const std::string& text) {  // FNV-1a
+  uint64_t h = 1469598103934665603ULL;
+  for (unsigned char c : text) {
+    h = (h ^ c) * 1099511628211ULL;
+  }
+  return h;
+}
+
+bool math_kernel(const std::string& table, const char* key) {
+  auto begin = table.find(std::string("\n") + key + ": ");
+  if (begin == std::string::npos) {
+    return false;
+  }
+  auto end = table.find('\n', begin + 1);
+  return table.substr(begin, end - begin).find("[math kernel]") != std::string::npos;
+}
+
+std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& handle) {
+  auto info = std::make_unique<OpInfo>(handle);
+  const auto& schema = handle.schema();
+  const std::string& name = schema.name();
+  info->name = schema.overload_name().empty() ? name : name + "." + schema.overload_name();
+  info->name_hash = hash_of(info->name);
+  info->n_returns = schema.returns().size();
+
+  // Note: only the computed dispatch table tells composite ops.
+  // hasKernelForDispatchKey(CompositeImplicit...) is wrong for native_channel_shuffle,
+  // silu_backward and mish_backward, and excluding the ops that have an Autograd-alias kernel is
+  // wrong for max_pool2d.
+  const std::string table = handle.dumpComputedTable();
+  info->composite_cpu = math_kernel(table, "AutogradCPU");
+  info->composite_accelerator = math_kernel(table, "AutogradCUDA");
+  for (auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::SparseCPU,
+                   c10::DispatchKey::SparseCsrCPU}) {
+    info->has_backend_kernel |= handle.hasComputedKernelForDispatchKey(key);
+  }
+  for (auto key : c10::autocast_dispatch_keyset) {
+    if (handle.hasKernelForDispatchKey(key)) {
+      info->has_autocast_kernel = true;
+      info->autocast_keys = info->autocast_keys.add(key);
+    }
+  }
+  bool inplace_view = false;
+  for (auto tag : handle.getTags()) {
+    info->random |= tag == at::Tag::nondeterministic_seeded;
+    inplace_view |= tag == at::Tag::inplace_view;
+  }
+
+  info->writes.resize(schema.arguments().size(), Write::No);
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    if (alias != nullptr && alias->isWrite()) {
+      info->writes[i] = schema.arguments()[i].is_out() ? Write::Overwrite : Write::InPlace;
+    }
+  }
+  if (overwriting_ops().count(name) && !info->writes.empty() && info->writes[0] != Write::No) {
+    info->writes[0] = Write::Overwrite;
+  }
+  auto side = side_writes().find(name);
+  if (side != side_writes().end()) {
+    for (size_t i : side->second.arguments) {
+      info->writes[i] = Write::Scratch;
+    }
+    info->training_argument = side->second.training_argument;
+  }
+  bool returns_alias = false;
+  for (const auto& r : schema.returns()) {
+    returns_alias |= r.alias_info() != nullptr;
+  }
+  for (auto w : info->writes) {
+    info->any_write |= w != Write::No;
+  }
+  info->view_only = !info->any_write && returns_alias;
+  info->makes_unknown = empty_ops().count(name) > 0;
+  const bool resizes = starts_with(name, "aten::resize");
+  info->moves_storage =
+      name == "aten::set_" || name == "aten::set_data" || (inplace_view && !resizes);
+  info->never_replay = name == "aten::resize_" || name == "aten::resize_as_" ||
+                       starts_with(name, "c10d::") || starts_with(name, "_c10d_functional") ||
+                       starts_with(name, "fsdp::");
+  info->certain = starts_with(name, "aten::");
+  info->may_save_clone = !name.empty() && name.back() == '_' && !info->writes.empty() &&
+                         info->writes[0] != Write::No && name != "aten::set_";
+  return info;
+}
+
+bool functorch_active() {
+  auto local = c10::impl::tls_local_dispatch_key_set();
+  return (local.included_ - local.excluded_).has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
+// Note: autocast keys are in every tensor's key set and *excluded* in thread-local state by
+// default; enabling autocast takes the exclusion away. An op is an autocast wrapper exactly when
+// one of its arguments carries a key that is not excluded and for which this op has a kernel.
+bool autocast_applies(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs) {
+  auto local = c10::impl::tls_local_dispatch_key_set();
+  auto active = (c10::autocast_dispatch_keyset - local.excluded_) & info.autocast_keys;
+  if (active.empty()) {
+    return false;
+  }
+  c10::DispatchKeySet keys;
+  for (const auto& x : inputs) {
+    if (x.isTensor()) {
+      if (x.toTensor().defined()) {
+        keys = keys | x.toTensor().key_set();
+      }
+    } else if (x.isTensorList()) {
+      for (const at::Tensor& t : x.toTensorList()) {
+        keys = keys | t.key_set();
+      }
+    } else if (x.isOptionalTensorList()) {
+      for (const auto& t : x.toOptionalTensorVector()) {
+        if (t.has_value()) {
+          keys = keys | t->key_set();
+        }
+      }
+    }
+  }
+  return keys.has_any(active);
+}
+
+}  // namespace
+
+Sabotage sabotage() { return static_cast<Sabotage>(g_sabotage.load(std::memory_order_relaxed)); }
+void set_sabotage(Sabotage which) { g_sabotage.store(static_cast<int>(which)); }
+
+OpInfo* clone_op_info() {
+  static OpInfo* info =
+      make_info(*c10::Dispatcher::singleton().findSchema({"aten::clone", ""})).release();
+  return info;
+}
+
+OpInfo* op_info(const at::RecordFunction& fn) {
+  // Keyed by the schema's name pointer, which lives as long as the operator. Misses are not cached:
+  // another kind of range may reuse the address.
+  static std::mutex mutex;
+  static ska::flat_hash_map<const void*, std::unique_ptr<OpInfo>> table;
+  thread_local ska::flat_hash_map<const void*, OpInfo*> local;
+  const void* key = fn.name();
+  auto hit = local.find(key);
+  if (hit != local.end()) {
+    return hit->second;
+  }
+  auto operator_name = fn.operator_name();
+  if (!operator_name.has_value()) {
+    return nullptr;
+  }
+  auto handle = c10::Dispatcher::singleton().findSchema(*operator_name);
+  if (!handle.has_value()) {
+    return nullptr;
+  }
+  std::lock_guard<std::mutex> guard(mutex);
+  auto it = table.find(key);
+  if (it == table.end()) {
+    it = table.emplace(key, make_info(*handle)).first;
+  }
+  local.emplace(key, it->second.get());
+  return it->second.get();
+}
+
+bool is_transparent(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs, bool on_cpu) {
+  if (on_cpu ? info.composite_cpu : info.composite_accelerator) {
+    return true;
+  }
+  if (info.has_autocast_kernel && autocast_applies(info, inputs)) {
+    return true;
+  }
+  return functorch_active();
+}
+
+}  // namespace delta

@@ -1,0 +1,537 @@
+// Rebuilding: runs the producing ops of a value again, bottom-up.
+//
+// Note: replay
+//  1. The plan is made under the lock by an iterative walk from the value to what is there:
+//  resident pages, storages
+//     that live for other reasons, anchored sources. Holding their storages pins them.
+//  2. Each op of the plan runs once. What it makes and what has tickets is installed in its page,
+//  the rest goes
+//     after its last use in the plan.
+//  3. Ops run below autograd and without autocast, with the generator's state, thread count,
+//  default dtype and grad
+//     mode that they were recorded with; all of that is put back afterwards, also when an op
+//     throws.
+//  4. In-place ops run on copies, unless the plan itself made the buffer and nothing else needs it.
+//  5. Room is made before each op; that only ever frees, it never starts another rebuild.
+#include "replay.h"
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/record_function.h>
+#include <c10/core/DefaultDtype.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "cpu_pool.h"
+#include "session.h"
+
+namespace delta {
+namespace {
+
+struct Slot {
+  c10::intrusive_ptr<Value> value;
+  c10::Storage storage;
+  int uses = 0;
+  bool ours = false;  // made by this plan
+};
+
+struct Plan {
+  std::vector<c10::intrusive_ptr<OpRecord>> ops;
+  ska::flat_hash_map<Value*, Slot> slots;
+};
+
+// No autograd, autocast, Python dispatch, observer or profiler below this.
+class Quiet {
+ public:
+  Quiet() : was_replaying_(thread_state().replaying) { thread_state().replaying = true; }
+  ~Quiet() { thread_state().replaying = was_replaying_; }
+
+ private:
+  bool was_replaying_;
+  at::NoGradGuard no_grad_;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset | c10::python_ks};
+  at::RecordFunctionGuard no_callbacks_{/*is_enabled=*/false};
+};
+
+c10::Storage fresh_storage(int64_t bytes, c10::Device device, bool zeros) {
+  Quiet quiet;
+  at::AutoDispatchBelowADInplaceOrView below;
+  auto options = at::TensorOptions().dtype(at::kByte).device(device);
+  return (zeros ? at::zeros({bytes}, options) : at::empty({bytes}, options)).storage();
+}
+
+c10::Storage clone_storage(const c10::Storage& storage) {
+  Quiet quiet;
+  at::AutoDispatchBelowADInplaceOrView below;
+  auto source = bytes_of(storage);
+  auto copy = at::empty(source.sizes(), source.options());
+  copy.copy_(source);
+  return copy.storage();
+}
+
+bool needs_content(const ArgumentRef& ref) {
+  return ref.write != Write::Overwrite && ref.write != Write::Scratch;
+}
+
+bool readable(const Value& v) {
+  return v.version < 0 || static_cast<int64_t>(v.version_counter.current_version()) == v.version;
+}
+
+// What surrounded the op when it was recorded.
+class RecordedContext {
+ public:
+  explicit RecordedContext(const OpRecord& op)
+      : op_(op),
+        below_autograd_(op.info->has_backend_kernel),
+        threads_(at::get_num_threads()),
+        dtype_(c10::get_default_dtype()),
+        grad_(below_autograd_ ? op.grad_mode : false) {
+    if (below_autograd_) {
+      below_.emplace();
+    }
+    if (threads_ != op.threads) {
+      at::set_num_threads(op.threads);
+    }
+    if (c10::typeMetaToScalarType(dtype_) != op.default_dtype) {
+      c10::set_default_dtype(c10::scalarTypeToTypeMeta(op.default_dtype));
+    }
+    for (const auto& [generator, state] : op.random_states) {
+      auto g = generator;
+      std::lock_guard<std::mutex> lock(g.mutex());
+      states_.push_back(g.get_state());
+      if (sabotage() != Sabotage::NoRngRestore) {
+        g.set_state(state);
+      }
+    }
+  }
+  ~RecordedContext() {
+    size_t i = 0;
+    for (const auto& entry : op_.random_states) {
+      if (i >= states_.size()) {
+        break;
+      }
+      auto g = entry.first;
+      std::lock_guard<std::mutex> lock(g.mutex());
+      g.set_state(states_[i++]);
+    }
+    if (threads_ != op_.threads) {
+      at::set_num_threads(threads_);
+    }
+    if (c10::typeMetaToScalarType(dtype_) != op_.default_dtype) {
+      c10::set_default_dtype(dtype_);
+    }
+  }
+  RecordedContext(const RecordedContext&) = delete;
+  RecordedContext& operator=(const RecordedContext&) = delete;
+
+ private:
+  const OpRecord& op_;
+  bool below_autograd_;
+  int threads_;
+  caffe2::TypeMeta dtype_;
+  Quiet quiet_;
+  at::AutoGradMode grad_;
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below_;
+  std::vector<at::Tensor> states_;
+};
+
+const at::Tensor element(const c10::IValue& x, int index) {
+  if (index < 0) {
+    return x.toTensor();
+  }
+  return x.isTensorList()
+             ? x.toTensorVector()[static_cast<size_t>(index)]
+             : x.toOptionalTensorVector()[static_cast<size_t>(index)].value_or(at::Tensor());
+}
+
+// Runs one op of the plan; its results land in the slots that want them. Returns the storages of
+// all outputs that are still known, in the order of op.outputs (empty where nobody knows them any
+// more).
+std::vector<c10::Storage> run(OpRecord& op, Plan& plan) {
+  // Buffers for written arguments.
+  ska::flat_hash_map<Value*, c10::Storage> buffers;
+  for (auto& ref : op.inputs) {
+    if (ref.write == Write::No || buffers.count(ref.value.get())) {
+      continue;
+    }
+    bool content = false;
+    bool scratch = false;
+    int refs = 0;
+    int64_t bytes = ref.value->bytes;
+    for (auto& other : op.inputs) {
+      if (other.value.get() == ref.value.get()) {
+        content |= needs_content(other);
+        scratch |= other.write == Write::Scratch;
+        refs += needs_content(other) ? 1 : 0;
+        bytes = std::max(bytes, other.view.storage_bytes());
+      }
+    }
+    if (!content) {
+      buffers.emplace(ref.value.get(), fresh_storage(bytes, op.device, scratch));
+      continue;
+    }
+    auto& slot = plan.slots.at(ref.value.get());
+    const bool steal = slot.ours && slot.uses == refs && slot.storage.use_count() == 1;
+    if (steal || sabotage() == Sabotage::InplaceWithoutCopy) {
+      buffers.emplace(ref.value.get(), slot.storage);
+    } else {
+      buffers.emplace(ref.value.get(), clone_storage(slot.storage));
+    }
+  }
+
+  torch::jit::Stack stack;
+  stack.reserve(op.arguments.size());
+  for (const auto& x : op.arguments) {
+    if (x.isTensorList()) {
+      stack.emplace_back(c10::List<at::Tensor>(x.toTensorVector()));
+    } else if (x.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const auto& t : x.toOptionalTensorVector()) {
+        list.push_back(t);
+      }
+      stack.emplace_back(std::move(list));
+    } else {
+      stack.push_back(x);
+    }
+  }
+  {
+    Quiet quiet;
+    for (auto& ref : op.inputs) {
+      auto buffer = buffers.find(ref.value.get());
+      const c10::Storage& storage =
+          buffer != buffers.end() ? buffer->second : plan.slots.at(ref.value.get()).storage;
+      TORCH_CHECK(static_cast<int64_t>(storage.nbytes()) >= ref.view.storage_bytes(),
+                  "delta_runtime: a tensor that recomputing ", op.info->name,
+                  " needs was shrunk to ", storage.nbytes(), " bytes; ", ref.view.storage_bytes(),
+                  " are needed");
+      at::Tensor t = ref.view.over(storage, op.device);
+      if (ref.view.requires_grad && op.info->has_backend_kernel) {
+        t.set_requires_grad(true);
+      }
+      auto& place = stack[static_cast<size_t>(ref.argument)];
+      if (ref.index < 0) {
+        place = std::move(t);
+      } else if (place.isTensorList()) {
+        auto list = place.toTensorList();
+        list.set(static_cast<size_t>(ref.index), std::move(t));
+      } else {
+        auto list = place.to<c10::List<std::optional<at::Tensor>>>();
+        list.set(static_cast<size_t>(ref.index), std::move(t));
+      }
+    }
+  }
+  torch::jit::Stack inputs;
+  for (auto& out : op.outputs) {
+    if (out.is_argument) {
+      inputs = stack;  // written arguments are read from here after the call
+      break;
+    }
+  }
+  {
+    RecordedContext context(op);
+    op.info->handle.callBoxed(&stack);
+  }
+  std::vector<c10::Storage> made(op.outputs.size());
+  for (size_t i = 0; i < op.outputs.size(); ++i) {
+    auto& out = op.outputs[i];
+    const auto& from = out.is_argument ? inputs[static_cast<size_t>(out.position)]
+                                       : stack[static_cast<size_t>(out.position)];
+    at::Tensor t = element(from, out.index);
+    TORCH_CHECK(static_cast<int64_t>(t.storage().nbytes()) == out.bytes,
+                "delta_runtime: recomputing ", op.info->name, " made a storage of ",
+                t.storage().nbytes(), " bytes where the recorded one had ", out.bytes);
+    made[i] = t.storage();
+  }
+  return made;
+}
+
+}  // namespace
+
+namespace {
+
+// Under the lock. Fills the plan with what has to run so that `root` is there.
+void make_plan(Session& session, Value& root, Plan& plan) {
+  std::vector<Value*> stack{&root};
+  ska::flat_hash_map<OpRecord*, int8_t> ops;  // 1 open, 2 planned
+  auto fetch = [&](Value& v) -> bool {        // is it there?
+    auto it = plan.slots.find(&v);
+    if (it != plan.slots.end()) {
+      return true;
+    }
+    Slot slot;
+    slot.value = c10::intrusive_ptr<Value>::reclaim_copy(&v);
+    if (v.anchor) {
+      if (!readable(v)) {
+        throw InplaceModificationError(
+            "delta_runtime: a tensor that recomputation needs was changed in place outside of what "
+            "the runtime sees "
+            "(an optimizer step or a write under another thread, between forward and backward). "
+            "Expected version " +
+            std::to_string(v.version) + ", found " +
+            std::to_string(v.version_counter.current_version()) +
+            ". Run backward before changing it, or run the writing code inside the runtime.");
+      }
+      slot.storage = v.anchor;
+    } else if (&v != &root && session.storage_alive(v) && session.content_unchanged(*v.home) &&
+               readable(v)) {
+      if (v.home->strong) {
+        slot.storage = v.home->strong;
+      } else if (auto storage = v.home->weak.lock()) {
+        slot.storage = c10::Storage(std::move(storage));
+      } else {
+        return false;
+      }
+    } else {
+      return false;
+    }
+    plan.slots.emplace(&v, std::move(slot));
+    return true;
+  };
+  while (!stack.empty()) {
+    Value& v = *stack.back();
+    if (fetch(v)) {
+      stack.pop_back();
+      continue;
+    }
+    OpRecord* op = v.producer.get();
+    if (op == nullptr) {
+      throw InplaceModificationError(
+          "delta_runtime: a tensor that recomputation needs is gone: its content was overwritten "
+          "by code that the "
+          "runtime does not see.");
+    }
+    auto& state = ops[op];
+    if (state == 2) {
+      stack.pop_back();
+      continue;
+    }
+    if (state == 0) {
+      state = 1;
+      bool waiting = false;
+      for (auto& ref : op->inputs) {
+        if (needs_content(ref) && !fetch(*ref.value) && ops[ref.value->producer.get()] != 2) {
+          stack.push_back(ref.value.get());
+          waiting = true;
+        }
+      }
+      if (waiting) {
+        continue;
+      }
+    }
+    ops[op] = 2;
+    plan.ops.push_back(c10::intrusive_ptr<OpRecord>::reclaim_copy(op));
+    stack.pop_back();
+  }
+  auto slot_of = [&](Value& v) -> Slot& {
+    auto& slot = plan.slots[&v];
+    if (!slot.value) {
+      slot.value = c10::intrusive_ptr<Value>::reclaim_copy(&v);
+    }
+    return slot;
+  };
+  for (auto& op : plan.ops) {
+    for (auto& ref : op->inputs) {
+      if (needs_content(ref)) {
+        ++slot_of(*ref.value).uses;
+      }
+    }
+  }
+  ++slot_of(root).uses;
+}
+
+}  // namespace
+
+namespace {
+
+void install(Session& session, Page& page, const c10::Storage& storage, double seconds) {
+  if (page.hashed) {
+    uint64_t hash[2];
+    hash_bytes(storage.data(), page.bytes, hash);
+    if (hash[0] != page.hash[0] || hash[1] != page.hash[1]) {
+      throw RecomputeMismatchError(
+          "delta_runtime: the rebuilt value of " + page.current->producer->info->name + " (" +
+          std::to_string(page.bytes) +
+          " bytes) differs from the one that was dropped. The op does not repeat bit for "
+          "bit; keep it with policy=\"off\" and report it.");
+    }
+    page.hashed = false;
+  }
+  auto old = page.strong.unsafeGetStorageImpl();
+  auto self = session.pages_.find(old);
+  c10::intrusive_ptr<Page> keep = self != session.pages_.end() ? self->second : nullptr;
+  if (self != session.pages_.end()) {
+    session.pages_.erase(self);
+  }
+  thread_trash().take(std::move(page.strong));
+  page.strong = storage;
+  page.weak = storage.getWeakStorageImpl();
+  page.residency = Residency::Resident;
+  page.rebuilt = true;
+  page.last_use = session.tick_;
+  page.retry_tick = 0;
+  session.dropped_now_bytes_ -= page.bytes;
+  ++session.counters_.rebuilds;
+  session.counters_.rebuilt_bytes += page.bytes;
+  if (keep) {
+    session.pages_.emplace(storage.unsafeGetStorageImpl(), std::move(keep));
+  }
+  session.attach_plan(page);
+  session.add_candidate(page);
+  session.emit(EventKind::Rebuilt, &page, page.bytes, seconds, page.current->key);
+}
+
+// Runs the plan. With `installs`, values that dropped pages wait for go there as soon as they are
+// made.
+c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs) {
+  const auto begin = std::chrono::steady_clock::now();
+  for (auto& op : plan.ops) {
+    if (session.options_.budget_bytes > 0) {
+      session.look_ahead(op->watermark_bytes);
+    }
+    const auto op_begin = std::chrono::steady_clock::now();
+    auto made = run(*op, plan);
+    const double seconds =
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - op_begin).count();
+    Session::Guard guard(session);
+    ++session.counters_.replayed_ops;
+    for (auto& ref : op->inputs) {
+      if (!needs_content(ref)) {
+        continue;
+      }
+      auto& slot = plan.slots.at(ref.value.get());
+      if (--slot.uses == 0) {
+        thread_trash().take(std::move(slot.storage));
+        slot.storage = c10::Storage();
+      }
+    }
+    for (size_t i = 0; i < made.size(); ++i) {
+      Value* value = op->outputs[i].value;
+      if (value == nullptr || !made[i]) {
+        continue;
+      }
+      if (installs && value->home != nullptr && value->home->tickets > 0 &&
+          value->home->residency == Residency::Dropped) {
+        install(session, *value->home, made[i], seconds);
+      }
+      auto slot = plan.slots.find(value);
+      if (slot != plan.slots.end() && slot->second.uses > 0 && !slot->second.storage) {
+        slot->second.storage = made[i];
+        slot->second.ours = true;
+      }
+    }
+    for (auto& storage : made) {
+      thread_trash().take(std::move(storage));
+      storage = c10::Storage();
+    }
+  }
+  {
+    Session::Guard guard(session);
+    session.counters_.rebuild_seconds +=
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  }
+  return plan.slots.at(&root).storage;
+}
+
+// The plan's values may be the last owners of records: they die under the lock.
+void discard(Session& session, Plan& plan) {
+  Session::Guard guard(session);
+  for (auto& [value, slot] : plan.slots) {
+    thread_trash().take(std::move(slot.storage));
+    slot.storage = c10::Storage();
+    slot.value.reset();
+  }
+  plan.slots.clear();
+  plan.ops.clear();
+}
+
+}  // namespace
+
+c10::Storage Session::rebuild(Page& page) {
+  Plan plan;
+  c10::intrusive_ptr<Value> root;
+  try {
+    {
+      Guard guard(*this);
+      if (page.residency == Residency::Resident) {
+        return page.strong;
+      }
+      root = page.current;
+      make_plan(*this, *root, plan);
+    }
+    execute(*this, plan, *root, /*installs=*/true);
+  } catch (...) {
+    discard(*this, plan);
+    throw;
+  }
+  c10::Storage result = plan.slots.at(root.get()).storage;
+  discard(*this, plan);
+  return result;
+}
+
+bool Session::audit(Page& page) {
+  Plan plan;
+  c10::intrusive_ptr<Value> root;
+  c10::Storage kept;
+  bool equal = false;
+  try {
+    {
+      Guard guard(*this);
+      if (page.residency != Residency::Resident || !page.current->producer) {
+        return false;
+      }
+      root = page.current;
+      kept = page.strong;
+      make_plan(*this, *root, plan);
+    }
+    c10::Storage again = execute(*this, plan, *root, /*installs=*/false);
+    equal = again.nbytes() == kept.nbytes() &&
+            std::memcmp(again.data(), kept.data(), kept.nbytes()) == 0;
+  } catch (const std::exception&) {
+    equal = false;
+  }
+  {
+    Guard guard(*this);
+    ++counters_.audits;
+    if (equal) {
+      for (auto& op : plan.ops) {
+        if (!op->info->certain) {
+          op->audited = true;
+          for (auto& out : op->outputs) {
+            if (out.value != nullptr) {
+              trusted_.insert(out.value->fingerprint);
+            }
+          }
+        }
+      }
+    } else {
+      ++counters_.audit_failures;
+    }
+  }
+  discard(*this, plan);
+  return equal;
+}
+
+void Session::restore_all() {
+  std::vector<c10::intrusive_ptr<Page>> waiting;
+  {
+    Guard guard(*this);
+    for (auto& [id, page] : managed_) {
+      if (page->residency == Residency::Dropped) {
+        waiting.push_back(c10::intrusive_ptr<Page>::reclaim_copy(page));
+      }
+    }
+  }
+  std::sort(waiting.begin(), waiting.end(),
+            [](const auto& a, const auto& b) { return a->id < b->id; });
+  for (auto& page : waiting) {
+    if (page->tickets > 0) {
+      rebuild(*page);
+    }
+  }
+}
+
+}  // namespace delta

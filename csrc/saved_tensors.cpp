@@ -1,0 +1,300 @@
+// Pack and unpack: what autograd saves becomes a ticket over a page, or is passed through.
+//
+// Note: what pack sees
+//  1. Inputs are packed inside the op before the kernel ran, outputs after it but before the op's
+//  end callback.
+//     A storage that the open op writes, or that nobody knows yet, stays pending and is resolved at
+//     the op's end.
+//  2. Identity is by storage. A Linear's weight arrives as a view, BatchNorm's statistics as plain
+//  tensors.
+//  3. Keeping the very tensor makes a cycle through its grad_fn; a shallow copy without history is
+//  kept instead.
+//  4. Hooks switch autograd's own check for in-place changes off, so each ticket makes it.
+#include <ATen/Functions.h>
+
+#include <sstream>
+
+#include "replay.h"
+#include "session.h"
+
+namespace delta {
+
+namespace {
+
+void check_version(const Ticket& ticket) {
+  if (ticket.version < 0) {
+    return;
+  }
+  const auto now = static_cast<int64_t>(ticket.version_counter.current_version());
+  if (now == ticket.version) {
+    return;
+  }
+  std::ostringstream text;
+  text << "one of the variables needed for gradient computation has been modified by an inplace "
+          "operation: ";
+  if (ticket.state == Ticket::State::Kept) {
+    text << "[" << ticket.kept.toString() << " " << ticket.kept.sizes() << "]";
+  } else {
+    text << "[" << c10::toString(c10::typeMetaToScalarType(ticket.view.dtype)) << " "
+         << ticket.view.geometry.sizes_arrayref() << "]";
+  }
+  text << " is at version " << now << "; expected version " << ticket.version
+       << " instead. Hint: enable anomaly detection to find the operation that failed to compute "
+          "its gradient, with "
+          "torch.autograd.set_detect_anomaly(True).";
+  throw InplaceModificationError(text.str());
+}
+
+}  // namespace
+
+bool Ticket::is_away() const {
+  if (state != State::Managed) {
+    return false;
+  }
+  Session::Guard guard(*session);
+  return page->residency != Residency::Resident || page->audit_pending;
+}
+
+Ticket::~Ticket() {
+  if (session) {
+    session->release(*this);
+  }
+}
+
+void Session::count_kept(const at::Tensor& t, Page* page, KeptReason reason) {
+  if (page != nullptr) {
+    if (page->reason_step == step_) {
+      return;
+    }
+    page->reason_step = step_;
+  }
+  counters_.kept_bytes[static_cast<int>(reason)] +=
+      t.has_storage() ? static_cast<int64_t>(t.storage().nbytes()) : 0;
+}
+
+void Session::pack(const at::Tensor& t, Ticket& ticket) {
+  ticket.session = c10::intrusive_ptr<Session>::reclaim_copy(this);
+  const bool inference = t.unsafeGetTensorImpl()->is_inference();
+  if (!inference) {
+    ticket.version_counter = t.unsafeGetTensorImpl()->version_counter();
+    ticket.version = static_cast<int64_t>(ticket.version_counter.current_version());
+  }
+  auto keep = [&](KeptReason reason, Page* page) {
+    ticket.state = Ticket::State::Kept;
+    ticket.reason = reason;
+    count_kept(t, page, reason);
+  };
+  const bool plain = is_plain(t);
+  if (!plain || inference) {
+    ticket.kept = inference || !plain ? t.detach() : at::Tensor(t.tensor_data());
+  }
+  auto& ts = thread_state();
+  Guard guard(*this);
+  ++counters_.packs;
+  ++live_tickets_;
+  if (!plain || inference) {
+    keep(KeptReason::Layout, nullptr);
+    return;
+  }
+  if (t.device() != options_.device) {
+    ticket.kept = at::Tensor(t.tensor_data());
+    keep(KeptReason::Device, nullptr);
+    return;
+  }
+  ticket.view = ViewSpec::of(t);
+  Page* page = find_page(storage_of(t));
+  auto& open = ts.open;
+  if (open.region) {
+    ticket.kept = at::Tensor(t.tensor_data());
+    keep(KeptReason::Opaque, page);
+    return;
+  }
+  if (open.active && open.record) {
+    bool written = false;
+    for (auto& w : open.written) {
+      written |= w.page == page;
+    }
+    if (page == nullptr || (written && sabotage() != Sabotage::PreWriteValue)) {
+      ticket.kept = at::Tensor(t.tensor_data());
+      ticket.state = Ticket::State::Pending;
+      open.pending.push_back(&ticket);
+      return;
+    }
+  } else if (page != nullptr) {
+    page = page_of(t);  // notices writes that nobody recorded
+  }
+  if (page == nullptr) {
+    ticket.kept = at::Tensor(t.tensor_data());
+    keep(KeptReason::Unknown, nullptr);
+    return;
+  }
+  ticket.kept = at::Tensor(t.tensor_data());
+  resolve(ticket, page);
+}
+
+// Gives a ticket its page, or leaves it with the tensor it keeps. Under the lock.
+void Session::resolve(Ticket& ticket, Page* page) {
+  ticket.state = Ticket::State::Kept;
+  KeptReason reason = KeptReason::Managed;
+  if (page == nullptr) {
+    reason = KeptReason::Unknown;
+  } else if (!page->current->producer) {
+    reason = page->current->input ? KeptReason::Source : KeptReason::Opaque;
+  } else if (page->bytes < options_.min_bytes) {
+    reason = KeptReason::Small;
+  }
+  ticket.reason = reason;
+  if (reason != KeptReason::Managed) {
+    count_kept(ticket.kept, page, reason);
+    return;
+  }
+  ticket.state = Ticket::State::Managed;
+  ticket.page = c10::intrusive_ptr<Page>::reclaim_copy(page);
+  if (page->tickets++ == 0) {
+    page->id = next_page_++;
+    page->strong = ticket.kept.storage();
+    page->last_use = tick_;
+    page->retry_tick = 0;
+    page->next_use_cursor = 0;
+    managed_.emplace(page->id, page);
+    counters_.packed_bytes += page->bytes;
+    auto& producer = *page->current->producer;
+    page->weight = default_weight(*page);
+    attach_plan(*page);
+    emit(EventKind::Packed, page, page->bytes, producer.seconds, page->current->key, 1);
+    for (auto& ref : producer.inputs) {
+      if (ref.value->home != nullptr && ref.value->home->tickets > 0 && ref.value->home != page) {
+        emit(EventKind::Edge, page, 0, 0, ref.value->home->id);
+      }
+    }
+    add_candidate(*page);
+  }
+  page->last_use = tick_;
+  // Not under the pool's eyes: a shallow copy owns no memory, but its death may drop the last
+  // storage.
+  thread_trash().take(c10::IValue(std::move(ticket.kept)));
+  ticket.kept = at::Tensor();
+}
+
+at::Tensor Session::unpack(Ticket& ticket) {
+  check_version(ticket);
+  if (ticket.state != Ticket::State::Managed) {
+    Guard guard(*this);
+    ++counters_.unpacks;
+    return ticket.kept;
+  }
+  Page& page = *ticket.page;
+  // The storage that rebuild returns pins the page until the view over it exists.
+  c10::Storage storage = rebuild(page);
+  bool audit_now = false;
+  {
+    Guard guard(*this);
+    audit_now = page.audit_pending;
+    page.audit_pending = false;
+    page.last_use = tick_;
+    ++counters_.unpacks;
+    emit(EventKind::Used, &page, page.bytes, 0, page.current->key);
+  }
+  if (audit_now) {
+    audit(page);
+  }
+  return ticket.view.over(storage, options_.device);
+}
+
+void Session::release(Ticket& ticket) {
+  if (ticket.state == Ticket::State::Pending) {
+    auto& pending = thread_state().open.pending;
+    for (auto& p : pending) {
+      if (p == &ticket) {
+        p = pending.back();
+        pending.pop_back();
+        break;
+      }
+    }
+  }
+  c10::intrusive_ptr<Page> page;
+  {
+    Guard guard(*this);
+    --live_tickets_;
+    page = std::move(ticket.page);
+    if (page && --page->tickets == 0) {
+      if (page->residency == Residency::Resident) {
+        remove_candidate(*page);
+      } else {
+        dropped_now_bytes_ -= page->bytes;
+      }
+      emit(EventKind::Released, page.get(), page->bytes, 0, page->current->key);
+      managed_.erase(page->id);
+      if (page->residency == Residency::Dropped) {
+        pages_.erase(page->strong.unsafeGetStorageImpl());
+        if (page->current->home == page.get()) {
+          page->current->home = nullptr;
+        }
+      }
+      thread_trash().take(std::move(page->strong));
+      page->strong = c10::Storage();
+    }
+    // The last owner of a page may be this ticket; the chain of records behind it dies under the
+    // lock.
+    page.reset();
+  }
+}
+
+void Session::attach_plan(Page& page) {
+  const int64_t key = page.current->key;
+  if (plans_.empty() || key < 0) {
+    return;
+  }
+  const auto fits = [&](const PlanTable& plan) {
+    return key < static_cast<int64_t>(plan.fingerprint.size()) &&
+           plan.fingerprint[static_cast<size_t>(key)] == page.current->fingerprint;
+  };
+  if (plan_ == nullptr || !fits(*plan_)) {
+    plan_ = nullptr;
+    for (auto& plan : plans_) {
+      if (fits(*plan)) {
+        plan_ = plan.get();
+        break;
+      }
+    }
+  }
+  if (plan_ == nullptr) {
+    ++counters_.plan_misses;
+    return;
+  }
+  ++counters_.plan_hits;
+  page.weight = (page.rebuilt ? plan_->rebuilt_weight : plan_->weight)[static_cast<size_t>(key)];
+}
+
+double Session::default_weight(const Page& page) const {
+  const double bytes = static_cast<double>(std::max<int64_t>(1, page.bytes));
+  switch (default_weight_) {
+    case DefaultWeight::One:
+      return 1;
+    case DefaultWeight::PerByte:
+      return 1 / bytes;
+    default:
+      return (page.current->producer ? page.current->producer->seconds : 1) / bytes;
+  }
+}
+
+int64_t Session::next_use_of(Page& page, int64_t now) const {
+  const int64_t key = page.current->key;
+  if (plan_ == nullptr || key < 0 || key >= static_cast<int64_t>(plan_->fingerprint.size()) ||
+      plan_->fingerprint[static_cast<size_t>(key)] != page.current->fingerprint) {
+    return -1;
+  }
+  const int32_t begin = plan_->first_use[static_cast<size_t>(key)];
+  const int32_t end = plan_->first_use[static_cast<size_t>(key) + 1];
+  const int64_t position = now - step_begin_tick_;
+  while (begin + page.next_use_cursor < end &&
+         plan_->uses[static_cast<size_t>(begin + page.next_use_cursor)] < position) {
+    ++page.next_use_cursor;
+  }
+  if (begin + page.next_use_cursor >= end) {
+    return -1;
+  }
+  return plan_->uses[static_cast<size_t>(begin + page.next_use_cursor)] + step_begin_tick_;
+}
+
+}  // namespace delta

@@ -1,0 +1,314 @@
+// The state of one runtime: pages, values, tickets, counters, limits. Its methods live in the file
+// of their concern: recorder.cpp, saved_tensors.cpp, victims.cpp, replay.cpp.
+//
+// Note: locks
+//  1. `mutex_` guards pages, values and records. It is held for microseconds; nothing that
+//  allocates from the
+//     pool, runs an op, takes the GIL or frees foreign objects happens under it.
+//  2. The rescue runs inside an allocation and takes `mutex_`. A thread that holds it already
+//  (Guard sets a
+//     thread-local mark) gets no rescue.
+//  3. Foreign objects (storages, kept arguments: their death may take the GIL) that lose their last
+//  owner under
+//     the lock wait in the thread's Trash and die after the unlock.
+#pragma once
+
+#include <c10/util/flat_hash_map.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include "values.h"
+
+namespace delta {
+
+enum class EventKind : int32_t {
+  Packed = 0,
+  Used = 1,
+  Dropped = 2,
+  Rebuilt = 3,
+  Released = 4,
+  Edge = 5,
+  Inadmissible = 6,
+  Step = 7,
+  Rescue = 8,
+  Overshoot = 9,
+};
+
+struct Event {
+  int32_t kind;
+  int32_t reason;
+  int64_t page;
+  int64_t tick;
+  int64_t bytes;
+  int64_t key;
+  double seconds;
+};
+static_assert(sizeof(Event) == 48, "the Python side reads events as 48-byte rows");
+
+// Why a saved tensor is not managed.
+enum class KeptReason : int32_t {
+  Managed = 0,
+  Source,   // no recorded op of this step made it: parameters, inputs, buffers
+  Small,    // below min_bytes
+  Device,   // on another device
+  Layout,   // sparse, quantized, subclass ...: cannot be made again exactly
+  Opaque,   // made inside a compiled region or by an op that must not run twice
+  Unknown,  // never seen by the recorder
+  Count,
+};
+
+enum class Distance : int32_t { None = 0, Staleness = 1, NextUse = 2 };
+// Weight of a page that no policy has seen yet.
+enum class DefaultWeight : int32_t { SecondsPerByte = 0, PerByte = 1, One = 2 };
+enum class Stress : int32_t { None = 0, DropAll = 1, Random = 2 };
+enum class Verify : int32_t { Off = 0, First = 1, Always = 2 };
+enum class Phase : int32_t { Forward = 0, Backward = 1 };
+
+struct SessionOptions {
+  c10::Device device{c10::kCPU};
+  int64_t budget_bytes = 0;  // 0: none
+  int64_t min_bytes = 4096;
+  Verify verify = Verify::First;
+  Stress stress = Stress::None;
+  uint64_t seed = 0;
+  bool drop = true;  // false: observe only
+};
+
+// One op of the step graph that is being logged.
+struct LoggedOp {
+  uint64_t fingerprint;  // of the forward up to and with this op; 0 in backward
+  uint64_t signature;    // of the op and the geometry of its arguments
+  uint64_t name_hash;
+  int64_t tick;
+  int64_t live_bytes;     // at its begin, after evictions
+  int64_t dropped_bytes;  // managed bytes that were away then
+  int64_t watermark_bytes;
+  int64_t managed_bytes;  // resident managed bytes at its begin
+  int64_t input_bytes;    // of its managed inputs
+  double seconds;
+  int32_t phase;
+  int32_t first_input;
+  int32_t n_inputs;
+  int32_t first_output;
+  int32_t n_outputs;
+  int32_t flags;
+};
+
+struct LoggedValue {
+  int64_t key;
+  int64_t bytes;
+};
+
+// What a recorded graph knows of the pages of a repeated step, by key.
+struct PlanTable {
+  std::vector<uint64_t> fingerprint;
+  std::vector<double> weight;
+  std::vector<double> rebuilt_weight;  // once it was rebuilt
+  std::vector<int32_t> first_use;      // CSR into uses; size + 1
+  std::vector<int64_t> uses;           // ticks since the step's begin, increasing
+};
+
+struct Counters {
+  int64_t ops = 0;
+  int64_t packs = 0;
+  int64_t unpacks = 0;
+  int64_t packed_bytes = 0;  // of managed pages
+  int64_t drops = 0;
+  int64_t dropped_bytes = 0;
+  int64_t rebuilds = 0;  // pages brought back
+  int64_t rebuilt_bytes = 0;
+  int64_t replayed_ops = 0;
+  double rebuild_seconds = 0;
+  int64_t boundary_evictions = 0;
+  int64_t rescues = 0;
+  int64_t rescued_bytes = 0;
+  int64_t overshoots = 0;
+  int64_t overshoot_bytes = 0;  // the worst
+  int64_t audits = 0;
+  int64_t audit_failures = 0;
+  int64_t clones_on_write = 0;
+  int64_t pumps = 0;
+  int64_t plan_hits = 0;
+  int64_t plan_misses = 0;
+  int64_t kept_bytes[static_cast<int>(KeptReason::Count)] = {};
+  int64_t exposed_bytes = 0;  // the most that was asked for and could not be freed, in one request
+  int64_t floor_bytes = 0;    // the most that nothing could be evicted from
+  const char* floor_op = "";
+};
+
+struct Session;
+
+struct Ticket {
+  enum class State : uint8_t { Managed, Kept, Pending };
+
+  c10::intrusive_ptr<Session> session;
+  c10::intrusive_ptr<Page> page;
+  ViewSpec view;
+  at::Tensor kept;
+  c10::VariableVersion version_counter;
+  int64_t version = -1;
+  State state = State::Kept;
+  KeptReason reason = KeptReason::Unknown;
+
+  bool is_away() const;  // unpacking will run ops
+
+  ~Ticket();
+};
+
+// The atomic op that runs now on this thread.
+struct OpenOp {
+  struct Written {
+    Page* page;
+    c10::VariableVersion counter;
+    int64_t version_before;
+    bool has_counter;
+    int16_t argument;
+    int16_t index;
+  };
+  OpInfo* info = nullptr;
+  c10::intrusive_ptr<OpRecord> record;                   // null while only observing
+  c10::SmallVector<c10::intrusive_ptr<Page>, 6> inputs;  // parallel to record->inputs
+  c10::SmallVector<Written, 2> written;
+  std::vector<Ticket*> pending;
+  uint64_t signature = 0;
+  int64_t tick = 0;
+  int64_t live_bytes = 0;
+  int64_t log_index = -1;
+  std::chrono::steady_clock::time_point begin;
+  bool active = false;
+  bool region = false;
+
+  void clear();
+};
+
+struct ThreadState {
+  Session* session = nullptr;
+  int depth = 0;
+  bool replaying = false;
+  OpenOp open;
+};
+ThreadState& thread_state();
+
+// An observer of the same kind that does nothing: what boxing and callbacks cost at the least.
+void enter_bare_observer();
+void leave_bare_observer();
+
+struct Session : c10::intrusive_ptr_target {
+  explicit Session(SessionOptions options);
+  ~Session() override;
+
+  // --- recorder.cpp
+  void enter();  // on this thread: callback in, rescue on
+  void leave();
+  void begin_step();
+  void end_step();
+  bool begin_op(OpInfo* info, c10::ArrayRef<const c10::IValue> inputs);
+  void end_op(c10::ArrayRef<const c10::IValue> outputs);
+  void open_region();
+  void close_region();
+  void mark_written(const at::Tensor& t);
+
+  // --- saved_tensors.cpp
+  void pack(const at::Tensor& t, Ticket& ticket);
+  at::Tensor unpack(Ticket& ticket);
+  void release(Ticket& ticket);
+  void resolve(Ticket& ticket, Page* page);
+
+  // --- victims.cpp
+  int64_t make_room(int64_t bytes, bool inside_allocation);
+  void look_ahead(int64_t need_bytes);
+  bool drop_page(Page& page);    // under the lock
+  bool anchor_recipe(Value& v);  // under the lock
+  void stress_boundary();
+  int64_t drop_all();
+
+  // --- replay.cpp
+  c10::Storage rebuild(Page& page);  // returns the storage, which pins it
+  void restore_all();
+  bool audit(Page& page);
+
+  // --- shared
+  struct Guard {
+    explicit Guard(Session& s);
+    ~Guard();
+    Guard(const Guard&) = delete;
+    Guard& operator=(const Guard&) = delete;
+    Session& session;
+  };
+
+  Page* page_of(const at::Tensor& t);  // under the lock; makes a source of what is unknown
+  Page* find_page(const c10::StorageImpl* storage);
+  bool storage_alive(const Value& v) const;
+  bool content_unchanged(const Page& page) const;
+  void set_unknown_content(Page& page, const at::Tensor& t);
+  void emit(EventKind kind, const Page* page, int64_t bytes, double seconds, int64_t key = -1,
+            int reason = 0);
+  void set_budget(int64_t bytes);
+  void charge_uncounted(Page& page, int64_t bytes);
+  void sweep();  // forgets pages whose storage is gone
+  void add_candidate(Page& page);
+  void remove_candidate(Page& page);
+  void attach_plan(Page& page);
+  double default_weight(const Page& page) const;
+  int64_t next_use_of(Page& page, int64_t now) const;  // ticks; -1: unknown
+  void count_kept(const at::Tensor& t, Page* page, KeptReason reason);
+  int64_t live_bytes() const;
+
+  SessionOptions options_;
+  mutable std::mutex mutex_;
+  ska::flat_hash_map<const c10::StorageImpl*, c10::intrusive_ptr<Page>> pages_;
+  ska::flat_hash_map<int64_t, Page*> managed_;  // by id, while it has tickets
+  std::vector<Page*> candidates_;               // managed and resident
+  size_t sweep_at_ = 512;
+  int64_t next_page_ = 0;
+  int64_t live_tickets_ = 0;
+  int64_t dropped_now_bytes_ = 0;
+  int64_t managed_resident_bytes_ = 0;
+  int64_t uncounted_bytes_ =
+      0;  // of sources that the pool does not own (older than it, or foreign memory)
+
+  int64_t tick_ = 0;
+  int64_t step_ = 0;
+  int64_t step_begin_tick_ = 0;
+  int64_t next_key_ = 0;
+  uint64_t fingerprint_ = 0;
+  uint64_t walk_ = 0;
+  Phase phase_ = Phase::Forward;
+
+  ska::flat_hash_map<uint64_t, int64_t> watermarks_;  // by signature
+  std::unordered_set<uint64_t> trusted_;              // fingerprints of audited ops
+  std::vector<Event> events_;
+  bool events_on_ = true;
+
+  bool logging_ = false;
+  std::vector<LoggedOp> log_ops_;
+  std::vector<int64_t> log_inputs_;
+  std::vector<LoggedValue> log_outputs_;
+  ska::flat_hash_map<uint64_t, const OpInfo*> log_names_;
+
+  std::vector<std::shared_ptr<PlanTable>> plans_;
+  PlanTable* plan_ = nullptr;
+  Distance distance_ = Distance::None;
+  DefaultWeight default_weight_ = DefaultWeight::SecondsPerByte;
+  std::function<void(int64_t)> pump_;      // Python decides; called at op boundaries only
+  std::function<void(int64_t)> boundary_;  // backward is over and something else begins
+  bool taping_ = true;                     // false while an optimizer steps
+  int64_t last_pump_tick_ = -1000000;
+  int64_t pump_interval_ticks_ = 64;
+  bool pumping_ = false;
+
+  Counters counters_;
+  std::mt19937_64 random_;
+  bool entered_ = false;
+  uint64_t callback_ = 0;
+};
+
+}  // namespace delta

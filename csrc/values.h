@@ -1,0 +1,170 @@
+// Storages (pages), their versions (values), the ops between them (records), and views of them.
+//
+// Note: who holds what
+//  1. A Value is one version of one storage's content. It holds the OpRecord that made it; the
+//  record holds
+//     the Values that it read. Nothing in that graph holds memory of intermediates.
+//  2. A Page is one storage. It knows the value that the storage holds now (`current`), holds the
+//  storage
+//     weakly, and strongly while a ticket of autograd needs it.
+//  3. A value that no recorded op can make again is a *source*. It is held weakly too, until a page
+//  is dropped
+//     whose recipe needs it: then it is anchored (`Value::anchor`) for as long as a record can
+//     reach it.
+//  4. The weak reference keeps the StorageImpl's address from being used again, so a page is found
+//  by address.
+//  5. All of this is guarded by the session's mutex. Whatever may run foreign code when it dies
+//  (storages,
+//     kept arguments) is moved to the thread's trash and dies after the mutex was released.
+#pragma once
+
+#include <ATen/Tensor.h>
+#include <ATen/core/Generator.h>
+#include <c10/core/Storage.h>
+#include <c10/core/impl/SizesAndStrides.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <vector>
+
+#include "op_info.h"
+
+namespace delta {
+
+// dtype, geometry and flags of a tensor over a storage.
+struct ViewSpec {
+  c10::impl::SizesAndStrides geometry;
+  int64_t offset = 0;
+  caffe2::TypeMeta dtype;
+  bool conj = false;
+  bool neg = false;
+  bool requires_grad = false;
+
+  static ViewSpec of(const at::Tensor& t);
+  at::Tensor over(const c10::Storage& storage, c10::Device device) const;
+  int64_t storage_bytes() const;  // the least storage that this view fits into
+};
+
+struct Page;
+struct OpRecord;
+
+// Foreign objects whose death has to wait until this thread holds no session's lock.
+struct Trash {
+  bool locked = false;
+  std::vector<c10::Storage> storages;
+  std::vector<c10::IValue> values;
+
+  void take(c10::Storage&& storage);
+  void take(c10::IValue&& value);
+};
+Trash& thread_trash();
+
+int64_t live_records();
+
+struct Value : c10::intrusive_ptr_target {
+  int64_t key = -1;  // position in the step's order of produced values; -1: a source
+  uint64_t fingerprint = 0;
+  int64_t bytes = 0;
+  c10::intrusive_ptr<OpRecord> producer;  // null: a source
+  int32_t output = -1;                    // index into producer->outputs
+  Page* home = nullptr;                   // the page that holds this content now, if any does
+  c10::Storage anchor;                    // see Note, rule 3
+  bool input = false;                     // existed before any op of this step touched it
+  c10::VariableVersion version_counter;   // of a source
+  int64_t version = -1;                   // of a source; -1: not checked
+  // scratch of graph walks
+  uint64_t mark = 0;
+  int8_t mark_state = 0;
+
+  ~Value() override;
+};
+
+struct ArgumentRef {
+  c10::intrusive_ptr<Value> value;
+  ViewSpec view;
+  int16_t argument;
+  int16_t index;  // in a list argument; -1: not a list
+  Write write;
+};
+
+struct RecordedOutput {
+  Value* value;  // weak: reset by ~Value
+  int64_t bytes;
+  int16_t position;
+  int16_t index;     // in a list; -1: not a list
+  bool is_argument;  // a written argument rather than a return value
+};
+
+struct OpRecord : c10::intrusive_ptr_target {
+  OpInfo* info = nullptr;
+  c10::SmallVector<c10::IValue, 6> arguments;  // tensors that `inputs` stand for are None
+  c10::SmallVector<ArgumentRef, 2> inputs;
+  c10::SmallVector<RecordedOutput, 1> outputs;
+  std::vector<std::pair<at::Generator, at::Tensor>> random_states;
+  float seconds = 0;
+  int64_t watermark_bytes = 0;
+  int32_t threads = 1;
+  at::ScalarType default_dtype = at::kFloat;
+  c10::Device device{c10::kCPU};
+  bool grad_mode = false;
+  bool anchored = false;  // its whole recipe was checked and its sources are held
+  bool keeps_objects = false;
+  bool audited = false;  // uncertain ops: a rebuild was compared and passed
+
+  OpRecord();
+  ~OpRecord() override;
+};
+
+enum class Residency : uint8_t { Resident, Dropped };
+
+struct Page : c10::intrusive_ptr_target {
+  int64_t id = -1;  // of a managed page
+  c10::weak_intrusive_ptr<c10::StorageImpl> weak;
+  c10::Storage strong;  // while tickets > 0; an empty shell while dropped
+  c10::intrusive_ptr<Value> current;
+  int64_t bytes = 0;
+  int32_t tickets = 0;
+  Residency residency = Residency::Resident;
+  bool version_known = false;
+  bool many_counters = false;  // aliases with version counters of their own: no version check
+  bool rebuilt = false;
+  bool audit_pending = false;  // kept until a rebuild of it was compared
+  c10::VariableVersion version_counter;
+  int64_t version = -1;
+  int64_t last_use = 0;    // tick
+  int64_t retry_tick = 0;  // not a candidate before
+  double weight = 0;       // smallest goes first
+  int32_t candidate = -1;  // index in the session's list of resident managed pages
+  int32_t next_use_cursor = 0;
+  int64_t uncounted_bytes = 0;  // see Session::uncounted_bytes_
+  int64_t reason_step = -1;     // step in which its kept bytes were counted last
+  uint64_t hash[2] = {0, 0};    // of the content, with verify="always"
+  bool hashed = false;
+
+  explicit Page(c10::weak_intrusive_ptr<c10::StorageImpl> w) : weak(std::move(w)) {}
+  ~Page() override;
+
+  void set_current(c10::intrusive_ptr<Value> value);
+};
+
+inline c10::StorageImpl* storage_of(const at::Tensor& t) {
+  return t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+// The version of a tensor, or -1 where it has none (inference tensors).
+inline int64_t version_of(const at::Tensor& t) {
+  auto* impl = t.unsafeGetTensorImpl();
+  return impl->is_inference() ? -1
+                              : static_cast<int64_t>(impl->version_counter().current_version());
+}
+
+// Whether a tensor is made of nothing but a storage and a view, so that it can be made again
+// exactly.
+bool is_plain(const at::Tensor& t);
+
+// All bytes of a storage as a uint8 tensor.
+at::Tensor bytes_of(const c10::Storage& storage);
+
+void hash_bytes(const void* data, int64_t bytes, uint64_t out[2]);
+
+}  // namespace delta

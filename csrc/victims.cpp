@@ -1,0 +1,295 @@
+// Eviction: the walk over the published weights, by itself, without Python and without the GIL.
+//
+// Note: freeing inside an allocation
+//  1. Only raw data pointers are freed here: the StorageImpl stays as an empty shell, so that no
+//  object with a
+//     Python side dies in a place that must not take the GIL.
+//  2. A page is a victim only if the use count of its storage is our own single reference: then
+//  nobody else can
+//     read it, and no copy, no running op and no rebuild holds it.
+//  3. Before the first byte of a page is freed, its whole recipe was walked down to sources that
+//  are there and
+//     unchanged, and those were anchored.
+//  4. What is credited is the allocator's own change, not the estimate.
+#include <c10/core/impl/COW.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "cpu_pool.h"
+#include "session.h"
+
+namespace delta {
+
+void Session::add_candidate(Page& page) {
+  if (page.candidate >= 0) {
+    return;
+  }
+  page.candidate = static_cast<int32_t>(candidates_.size());
+  candidates_.push_back(&page);
+  managed_resident_bytes_ += page.bytes;
+}
+
+void Session::remove_candidate(Page& page) {
+  if (page.candidate < 0) {
+    return;
+  }
+  Page* last = candidates_.back();
+  candidates_[static_cast<size_t>(page.candidate)] = last;
+  last->candidate = page.candidate;
+  candidates_.pop_back();
+  page.candidate = -1;
+  managed_resident_bytes_ -= page.bytes;
+}
+
+namespace {
+
+bool readable(const Value& v) {
+  return v.version < 0 || static_cast<int64_t>(v.version_counter.current_version()) == v.version;
+}
+
+}  // namespace
+
+// Whether `root` can be made again, whatever happens to the pages that are resident now. Checks the
+// recipe down to its sources and, if all is well, anchors them. Iterative: recipes are as deep as
+// the program.
+bool Session::anchor_recipe(Value& root) {
+  if (!root.producer) {
+    return false;
+  }
+  if (root.producer->anchored) {
+    return true;
+  }
+  // mark_state of a value in this walk: 0 unseen, 1 open, 2 will be rebuilt, 3 will be a leaf, 4
+  // out of reach
+  const uint64_t walk = ++walk_;
+  std::vector<Value*> stack{&root};
+  std::vector<OpRecord*> ops;
+  std::vector<Value*> leaves;
+  auto state = [&](Value& v) -> int8_t& {
+    if (v.mark != walk) {
+      v.mark = walk;
+      v.mark_state = 0;
+    }
+    return v.mark_state;
+  };
+  while (!stack.empty()) {
+    Value& v = *stack.back();
+    int8_t& s = state(v);
+    if (s >= 2) {
+      stack.pop_back();
+      continue;
+    }
+    if (v.anchor) {
+      s = readable(v) ? 3 : 4;
+      stack.pop_back();
+      continue;
+    }
+    OpRecord* op = v.producer.get();
+    bool reachable = op != nullptr;
+    if (reachable && !op->anchored) {
+      const bool trusted = op->info->certain || op->audited || options_.verify == Verify::Off ||
+                           trusted_.count(v.fingerprint) > 0;
+      if (!trusted) {
+        reachable = false;
+        if (v.home != nullptr && v.home->tickets > 0 && s == 0) {
+          v.home->audit_pending = true;
+        }
+        if (root.home != nullptr && root.home->tickets > 0) {
+          root.home->audit_pending = true;
+        }
+      }
+    }
+    if (reachable && !op->anchored && s == 0) {
+      s = 1;
+      bool waiting = false;
+      for (auto& ref : op->inputs) {
+        if (ref.write == Write::Overwrite || ref.write == Write::Scratch) {
+          continue;
+        }
+        if (state(*ref.value) == 0) {
+          stack.push_back(ref.value.get());
+          waiting = true;
+        }
+      }
+      if (waiting) {
+        continue;
+      }
+    }
+    if (reachable && !op->anchored) {
+      for (auto& ref : op->inputs) {
+        if (ref.write == Write::Overwrite || ref.write == Write::Scratch) {
+          continue;
+        }
+        reachable &= state(*ref.value) == 2 || state(*ref.value) == 3;
+      }
+    }
+    if (reachable) {
+      s = 2;
+      if (!op->anchored) {
+        ops.push_back(op);
+      }
+    } else {
+      // Not to be made again: it serves as a leaf if it is there and if holding it costs nothing
+      // that would not be there anyway.
+      const bool held_anyway =
+          v.input || (v.home != nullptr && v.home->tickets > 0) || v.bytes <= 65536;
+      if (&v != &root && held_anyway && storage_alive(v) && readable(v) &&
+          content_unchanged(*v.home)) {
+        s = 3;
+        leaves.push_back(&v);
+      } else {
+        s = 4;
+      }
+    }
+    stack.pop_back();
+  }
+  if (root.mark_state != 2) {
+    return false;
+  }
+  for (auto* op : ops) {
+    op->anchored = true;
+  }
+  for (auto* leaf : leaves) {
+    if (leaf->anchor) {
+      continue;
+    }
+    if (leaf->home->strong) {
+      leaf->anchor = leaf->home->strong;
+    } else if (auto storage = leaf->home->weak.lock()) {
+      leaf->anchor = c10::Storage(std::move(storage));
+    }
+    if (leaf->version < 0 && leaf->home->version_known && !leaf->home->many_counters) {
+      leaf->version_counter = leaf->home->version_counter;
+      leaf->version = leaf->home->version;
+    }
+  }
+  return true;
+}
+
+bool Session::drop_page(Page& page) {
+  if (page.candidate < 0 || !options_.drop || page.tickets == 0) {
+    return false;
+  }
+  if (page.strong.use_count() != 1 || !content_unchanged(page) ||
+      c10::impl::cow::is_cow_data_ptr(page.strong.data_ptr())) {
+    return false;
+  }
+  if (page.current->anchor || !anchor_recipe(*page.current)) {
+    page.retry_tick = tick_ + 256;
+    return false;
+  }
+  auto* storage = page.strong.unsafeGetStorageImpl();
+  if (options_.verify == Verify::Always && options_.device.is_cpu()) {
+    hash_bytes(storage->data(), page.bytes, page.hash);
+    page.hashed = true;
+  }
+  remove_candidate(page);
+  page.residency = Residency::Dropped;
+  page.rebuilt = false;
+  dropped_now_bytes_ += page.bytes;
+  ++counters_.drops;
+  counters_.dropped_bytes += page.bytes;
+  emit(EventKind::Dropped, &page, page.bytes, 0, page.current->key);
+  storage->set_data_ptr_noswap(c10::DataPtr(nullptr, options_.device));
+  return true;
+}
+
+// Frees at least `bytes` if it can. Returns what the allocator got back.
+int64_t Session::make_room(int64_t bytes, bool inside_allocation) {
+  struct Scored {
+    double score;
+    Page* page;
+  };
+  Guard guard(*this);
+  const int64_t before = live_bytes();
+  std::vector<Scored> order;
+  order.reserve(candidates_.size());
+  for (Page* page : candidates_) {
+    if (page->retry_tick > tick_ || page->strong.use_count() != 1) {
+      continue;
+    }
+    double distance = 1;
+    if (distance_ != Distance::None) {
+      const int64_t next = distance_ == Distance::NextUse ? next_use_of(*page, tick_) : -1;
+      distance = static_cast<double>(
+          std::max<int64_t>(1, next >= 0 ? next - tick_ : tick_ - page->last_use));
+    }
+    order.push_back({page->weight / distance, page});
+  }
+  const auto later = [](const Scored& a, const Scored& b) {
+    return a.score != b.score ? a.score > b.score : a.page->id > b.page->id;
+  };
+  std::make_heap(order.begin(), order.end(), later);
+  int64_t freed = 0;
+  while (!order.empty() && freed < bytes) {
+    std::pop_heap(order.begin(), order.end(), later);
+    Page* page = order.back().page;
+    order.pop_back();
+    if (drop_page(*page)) {
+      freed = before - live_bytes();
+      if (!inside_allocation) {
+        ++counters_.boundary_evictions;
+      }
+    }
+  }
+  if (inside_allocation) {
+    ++counters_.rescues;
+    counters_.rescued_bytes += freed;
+    emit(EventKind::Rescue, nullptr, bytes, 0);
+  }
+  if (freed < bytes) {
+    ++counters_.overshoots;
+    counters_.overshoot_bytes = std::max(counters_.overshoot_bytes, bytes - freed);
+    int64_t exposed = 0;
+    for (Page* page : candidates_) {
+      exposed += page->strong.use_count() != 1 ? page->bytes : 0;
+    }
+    counters_.exposed_bytes = std::max(counters_.exposed_bytes, exposed);
+    emit(EventKind::Overshoot, nullptr, bytes - freed, 0);
+  }
+  return freed;
+}
+
+// At an op boundary: makes room for `need_bytes` under the budget. Python may decide first.
+void Session::look_ahead(int64_t need_bytes) {
+  constexpr int64_t slack = 64 * 1024;  // allocator rounding of a handful of blocks
+  const bool planned = plan_ != nullptr;
+  if (pump_ && !planned && !pumping_ && !thread_trash().locked &&
+      tick_ - last_pump_tick_ >= pump_interval_ticks_) {
+    last_pump_tick_ = tick_;
+    pumping_ = true;
+    ++counters_.pumps;
+    pump_(need_bytes);
+    pumping_ = false;
+  }
+  const int64_t room = live_bytes() + need_bytes + slack - options_.budget_bytes;
+  if (room > 0) {
+    make_room(room, /*inside_allocation=*/false);
+  }
+}
+
+void Session::stress_boundary() {
+  if (options_.stress == Stress::Random && random_() % 4 != 0) {
+    return;
+  }
+  Guard guard(*this);
+  auto pages = candidates_;
+  for (Page* page : pages) {
+    if (options_.stress == Stress::DropAll || random_() % 3 == 0) {
+      drop_page(*page);
+    }
+  }
+}
+
+int64_t Session::drop_all() {
+  Guard guard(*this);
+  auto pages = candidates_;
+  int64_t dropped = 0;
+  for (Page* page : pages) {
+    dropped += drop_page(*page) ? 1 : 0;
+  }
+  return dropped;
+}
+
+}  // namespace delta

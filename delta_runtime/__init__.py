@@ -1,0 +1,76 @@
+"""A memory-budgeted training runtime for eager PyTorch.
+
+    import delta_runtime as delta
+
+    with delta.Runtime(budget="10GiB") as runtime:
+        train()
+    print(runtime.report())
+
+Public names are loaded when they are first used, so that the torch-free parts (`delta_runtime.core`,
+`delta_runtime.decide`) can be imported without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from delta_runtime import cpu_pool
+    from delta_runtime.core.errors import (
+        BudgetInfeasible,
+        DeltaError,
+        InplaceModification,
+        RecomputeMismatch,
+        UsageError,
+    )
+    from delta_runtime.core.graph import StepGraph
+    from delta_runtime.report.step_report import StepReport
+    from delta_runtime.runtime import Runtime, disable, mark_written
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetInfeasible",
+    "DeltaError",
+    "InplaceModification",
+    "RecomputeMismatch",
+    "Runtime",
+    "StepGraph",
+    "StepReport",
+    "UsageError",
+    "cpu_pool",
+    "disable",
+    "mark_written",
+]
+
+_HOME = {
+    "BudgetInfeasible": "core.errors",
+    "DeltaError": "core.errors",
+    "InplaceModification": "core.errors",
+    "RecomputeMismatch": "core.errors",
+    "UsageError": "core.errors",
+    "StepGraph": "core.graph",
+    "StepReport": "report.step_report",
+    "Runtime": "runtime",
+    "disable": "runtime",
+    "mark_written": "runtime",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "cpu_pool":
+        found: Any = importlib.import_module("delta_runtime.cpu_pool")
+    elif name in _HOME:
+        found = getattr(importlib.import_module(f"delta_runtime.{_HOME[name]}"), name)
+    else:
+        raise AttributeError(f"module 'delta_runtime' has no attribute {name!r}")
+    # If that was the first import of torch, the entry point had to wait until we were whole.
+    import delta_runtime_autoload
+
+    delta_runtime_autoload.resume()
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,417 @@
+"""The command line: ``python -m delta_runtime run ...`` and ``python -m delta_runtime doctor``.
+
+`run` sets the DELTA_* variables from its options, starts the ambient runtime and runs a script or a
+module as Python itself would. `doctor` shows what this machine offers, and works, saying what is
+missing, without the extension and even without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import platform
+import runpy
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import delta_runtime_autoload
+from delta_runtime.config import (
+    BUDGET_VARIABLE,
+    REPORT_MODES,
+    VARIABLES,
+    VERIFY_MODES,
+    Config,
+    unknown_variables,
+)
+from delta_runtime.core.errors import DeltaError
+from delta_runtime.core.units import format_bytes
+
+_PROGRAM = "python -m delta_runtime"
+_FLAGS = ("strict", "check")
+_HELP = {
+    "budget": "what the device may hold: 10GiB, 50%%, 0.5 or auto",
+    "policy": "name of the policy that decides what leaves the device; auto if not given",
+    "device": "cpu, cuda, cuda:1, ...",
+    "host_budget": "most bytes of host memory to swap to",
+    "disk_budget": "most bytes of disk to swap to",
+    "spill_dir": "directory of the spill file",
+    "verify": "which rebuilt values are compared: " + ", ".join(VERIFY_MODES),
+    "min_bytes": "smaller saved tensors are left alone",
+    "strict": "raise where the budget cannot be met",
+    "trace": "file to write the trace to",
+    "report": ", ".join(REPORT_MODES),
+    "check": "check every invariant after every event (slow)",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: the arguments after the program's name; None for the process's own.
+
+    Returns:
+        The exit status: 0, 1 when doctor finds something missing, 2 for a wrong call.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # A script's own arguments are cut off before argparse could take them for ours.
+    target: list[str] = []
+    if arguments[:1] == ["run"]:
+        cut = _find_target(arguments)
+        arguments, target = arguments[:cut], arguments[cut:]
+    parser = _build_parser()
+    options = parser.parse_args(arguments)
+    if options.command == "doctor":
+        return doctor()
+
+    if not target or target == ["-m"]:
+        parser.exit(2, f"usage: {_RUN_USAGE}\n{_PROGRAM} run: name a script, or -m and a module\n")
+    if target[0] != "-m" and not os.path.exists(target[0]):
+        parser.exit(2, f"{_PROGRAM} run: there is no {target[0]!r}\n")
+    try:
+        _start_runtime({name: getattr(options, name) for name in VARIABLES})
+    except (DeltaError, ImportError) as error:
+        hint = f"\nSee `{_PROGRAM} doctor`." if isinstance(error, ImportError) else ""
+        parser.exit(2, f"{_PROGRAM} run: {error}{hint}\n")
+    _run_target(target)
+    return 0
+
+
+_RUN_USAGE = f"{_PROGRAM} run --budget 10GiB [options] (script.py | -m module) [its arguments]"
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=_PROGRAM, description="Train inside a memory budget.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser(
+        "run", help="run a training script under a budget", usage=_RUN_USAGE, allow_abbrev=False
+    )
+    for name, variable in VARIABLES.items():
+        option = "--" + name.replace("_", "-")
+        text = f"{_HELP[name]} (default: ${variable})"
+        if name in _FLAGS:
+            run.add_argument(option, action="store_const", const="1", help=text)
+        else:
+            run.add_argument(option, metavar="X", help=text)
+    commands.add_parser("doctor", help="show what this machine offers: devices, tiers, limits")
+    return parser
+
+
+def _find_target(arguments: list[str]) -> int:
+    """Index of the script or of ``-m`` among the arguments of ``run``, or their number."""
+    flags = {f"--{name}" for name in _FLAGS}
+    index = 1
+    while index < len(arguments):
+        argument = arguments[index]
+        if argument == "-m" or not argument.startswith("-"):
+            return index
+        takes_next = argument.startswith("--") and "=" not in argument and argument not in flags
+        index += 2 if takes_next else 1
+    return len(arguments)
+
+
+def _start_runtime(options: Mapping[str, str | None]) -> None:
+    """Put the options into the environment, where child processes find them too, and start.
+
+    Raises:
+        DeltaError: an option makes no sense, or the runtime cannot start.
+        ImportError: torch or the extension is missing.
+    """
+    for name, text in options.items():
+        if text is not None:
+            os.environ[VARIABLES[name]] = text
+    if not os.environ.get(BUDGET_VARIABLE, "").strip():
+        raise DeltaError("There is no budget.", change="Give --budget 10GiB, 50%, or auto.")
+    if Config.from_environment() is None:
+        return  # --budget off: the script as it is
+    delta_runtime_autoload.hold()  # errors are told here, not as a warning in the middle of torch
+    from delta_runtime.runtime import start_ambient
+
+    start_ambient()
+
+
+def _run_target(target: list[str]) -> None:
+    """Run a script or a module as ``__main__``, with its own arguments and import path."""
+    is_module = target[0] == "-m"
+    sys.argv = target[1:] if is_module else target
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target[0]))
+    if is_module:
+        runpy.run_module(target[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(target[0], run_name="__main__")
+
+
+# --- doctor ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the doctor's report; `missing` says that the runtime needs what is not there."""
+
+    label: str
+    text: str
+    missing: bool = False
+
+
+def doctor() -> int:
+    """Print what this machine offers; see the module's docstring.
+
+    Returns:
+        0, or 1 if something is missing that the runtime cannot do without.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    torch = _import_or_none("torch")
+    sections: dict[str, Callable[[], list[Finding]]] = {
+        "Software": lambda: _find_software(torch),
+        "Devices": lambda: _find_devices(torch),
+        "Memory": _find_memory,
+        "Tiers": lambda: _find_tiers(torch),
+        "Environment": _find_environment,
+    }
+    missing = 0
+    for title, find in sections.items():
+        table = Table(title=title, title_justify="left", show_header=False, min_width=72)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for finding in find():
+            missing += finding.missing
+            table.add_row(finding.label, finding.text, style="red" if finding.missing else None)
+        console.print(table)
+    console.print(f"{missing} missing: see above." if missing else "Nothing is missing.")
+    return 1 if missing else 0
+
+
+def _find_software(torch: ModuleType | None) -> list[Finding]:
+    findings = [Finding("Python", f"{platform.python_version()} on {platform.platform()}")]
+    if torch is None:
+        findings.append(Finding("torch", "missing: pip install torch", missing=True))
+    else:
+        findings.append(Finding("torch", torch.__version__))
+    findings.append(_find_extension())
+    findings.append(_find_entry_point())
+    findings += [_find_distribution(name, use) for name, use in _OPTIONAL_PACKAGES.items()]
+    return findings
+
+
+_OPTIONAL_PACKAGES = {
+    "cupy-cuda13x": "exact pinned allocations (extra: cuda)",
+    "transformers": "the Trainer's integration (extra: hf)",
+    "matplotlib": "plots (extra: plots)",
+}
+
+
+def _find_extension() -> Finding:
+    try:
+        extension = importlib.import_module("delta_runtime._C")
+    except Exception as error:  # whatever a wrongly built library does, doctor goes on
+        text = f"missing: {error}. Build it: pip install --no-build-isolation -e ."
+        return Finding("extension", text, missing=True)
+    return Finding("extension", Path(extension.__file__ or "built in").name)
+
+
+def _find_entry_point() -> Finding:
+    points = importlib.metadata.entry_points(group="torch.backends")
+    if all(point.name != "delta_runtime" for point in points):
+        text = f"not installed: {BUDGET_VARIABLE} has no effect, `{_PROGRAM} run` works"
+    elif os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        text = "switched off by TORCH_DEVICE_BACKEND_AUTOLOAD"
+    else:
+        text = f"found by `import torch`, acts when {BUDGET_VARIABLE} is set"
+    return Finding("entry point", text)
+
+
+def _find_distribution(name: str, use: str) -> Finding:
+    try:
+        return Finding(name, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, f"not installed; it is for {use}")
+
+
+def _find_devices(torch: ModuleType | None) -> list[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = "" if torch is None else f", {torch.get_num_threads()} threads in torch"
+    findings = [Finding("cpu", f"{cores} cores{threads}")]
+    if not _has_accelerator(torch):
+        findings.append(Finding("accelerator", "none: the device is the CPU, its memory is RAM"))
+        return findings
+    assert torch is not None
+    kind = torch.accelerator.current_accelerator().type
+    for index in range(torch.accelerator.device_count()):
+        name, text = f"{kind}:{index}", "memory unknown"
+        backend: Any = getattr(torch, kind, None)
+        try:
+            free_bytes, total_bytes = backend.mem_get_info(index)
+            text = f"{format_bytes(free_bytes)} free of {format_bytes(total_bytes)}"
+            text = f"{backend.get_device_name(index)}, {text}"
+        except Exception as error:  # not every backend has these; a broken driver raises anything
+            text = f"{text} ({error})"
+        findings.append(Finding(name, text))
+    return findings
+
+
+def _find_memory() -> list[Finding]:
+    findings = []
+    psutil = _import_or_none("psutil")
+    if psutil is None:
+        findings.append(Finding("RAM", "psutil missing: pip install psutil", missing=True))
+    else:
+        ram, swap = psutil.virtual_memory(), psutil.swap_memory()
+        text = f"{format_bytes(ram.available)} available of {format_bytes(ram.total)}"
+        findings.append(Finding("RAM", f"{text}, {format_bytes(swap.total)} swap"))
+    limit_bytes = _cgroup_limit_bytes()
+    findings.append(Finding("cgroup", format_bytes(limit_bytes) if limit_bytes else "no limit"))
+    findings.append(Finding("RLIMIT_MEMLOCK", _memlock_text()))
+    return findings
+
+
+def _memlock_text() -> str:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return "unknown here"
+    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "no limit" if soft == resource.RLIM_INFINITY else format_bytes(soft)
+
+
+def _cgroup_limit_bytes(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> int | None:
+    """The smallest memory limit of this process's control groups (v1 or v2) and their parents."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    limits = []
+    for line in lines:
+        _hierarchy, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, file_name = root, "memory.max"
+        elif "memory" in controllers.split(","):
+            top, file_name = root / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container the path may be the host's; what is mounted at the top is then our own.
+        group = top / path.lstrip("/")
+        for folder in [group, *group.parents]:
+            if not folder.is_relative_to(top):
+                break
+            try:
+                limits.append(int((folder / file_name).read_text()))
+            except (OSError, ValueError):  # not there, or "max"
+                continue
+    real = [limit for limit in limits if limit < 2**60]  # v1 writes "none" as a huge number
+    return min(real, default=None)
+
+
+def _find_tiers(torch: ModuleType | None) -> list[Finding]:
+    findings = []
+    if _has_accelerator(torch):
+        assert torch is not None
+        findings += _measure_link(torch)
+    else:
+        findings.append(
+            Finding("host tier", "needs an accelerator; here recomputing does the work")
+        )
+    findings.append(Finding("memory copy", _measure_memory_copy()))
+    folder = tempfile.gettempdir()
+    disk = shutil.disk_usage(folder)
+    text = f"{format_bytes(disk.free)} free of {format_bytes(disk.total)} in {folder}"
+    findings.append(Finding("disk tier", text + _file_system_text(folder)))
+    return findings
+
+
+def _file_system_text(folder: str) -> str:
+    """The file system of a folder, with a word where it is not a disk at all."""
+    psutil = _import_or_none("psutil")
+    if psutil is None:
+        return ""
+    real = Path(os.path.realpath(folder))
+    mounts = [m for m in psutil.disk_partitions(all=True) if real.is_relative_to(m.mountpoint)]
+    if not mounts:
+        return ""
+    kind = max(mounts, key=lambda mount: len(mount.mountpoint)).fstype
+    return f", {kind}" + (": this is RAM, not a disk" if kind in ("tmpfs", "ramfs") else "")
+
+
+def _measure_memory_copy(block_bytes: int = 64 * 1024**2, repeats: int = 5) -> str:
+    """Bytes copied per second by one thread, from memory to memory: the best of a few copies."""
+    import numpy as np
+
+    source = np.ones(block_bytes, dtype=np.uint8)
+    target = np.zeros_like(source)
+    best_s = float("inf")
+    for _ in range(repeats):
+        start_s = time.perf_counter()
+        np.copyto(target, source)
+        best_s = min(best_s, time.perf_counter() - start_s)
+    return f"{format_bytes(block_bytes / best_s)}/s, one thread"
+
+
+def _measure_link(torch: ModuleType, block_bytes: int = 256 * 1024**2) -> list[Finding]:
+    """Whether memory can be pinned, and the bandwidth of each direction from device events."""
+    try:
+        device = torch.accelerator.current_accelerator()
+        host = torch.empty(block_bytes, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty(block_bytes, dtype=torch.uint8, device=device)
+        findings = [Finding("host tier", f"pinning {format_bytes(block_bytes)} works")]
+        for label, target, source in (("to device", there, host), ("to host", host, there)):
+            target.copy_(source, non_blocking=True)  # the first one warms up
+            start = torch.Event(device, enable_timing=True)
+            end = torch.Event(device, enable_timing=True)
+            start.record()
+            target.copy_(source, non_blocking=True)
+            end.record()
+            end.synchronize()
+            copy_s = start.elapsed_time(end) / 1000
+            findings.append(Finding(f"link {label}", f"{format_bytes(block_bytes / copy_s)}/s"))
+    except (
+        Exception
+    ) as error:  # no memory, no permission, a driver's own classes: all the same here
+        return [Finding("host tier", f"pinned copies do not work: {error}")]
+    return findings
+
+
+def _find_environment() -> list[Finding]:
+    findings = [
+        Finding(variable, os.environ[variable])
+        for variable in VARIABLES.values()
+        if variable in os.environ
+    ]
+    findings += [
+        Finding(variable, "not one of ours: misspelt?") for variable in unknown_variables()
+    ]
+    try:
+        config = Config.from_environment()
+    except DeltaError as error:
+        return [*findings, Finding("verdict", f"cannot be used: {error}", missing=True)]
+    if config is None:
+        return [*findings, Finding("verdict", f"{BUDGET_VARIABLE} is not set: the runtime is off")]
+    return [*findings, Finding("verdict", f"budget {config.budget}, policy {config.policy}")]
+
+
+def _has_accelerator(torch: ModuleType | None) -> bool:
+    return torch is not None and bool(torch.accelerator.is_available())
+
+
+def _import_or_none(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except Exception:  # a broken installation counts as none
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

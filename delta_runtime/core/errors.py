@@ -1,0 +1,137 @@
+"""The errors of delta_runtime.
+
+Each says what was wrong, and as far as it is known what was asked, what there was, what was tried
+and what to change. Covers the classes only; who raises them says when.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from delta_runtime.core.units import format_bytes
+
+
+class DeltaError(Exception):
+    """Base class of every error that delta_runtime raises on purpose.
+
+    Args:
+        problem: one sentence, what went wrong.
+        asked: what the caller wanted.
+        found: what there was instead.
+        tried: what was done about it before giving up.
+        change: what the reader can do now.
+
+    The empty ones are left out of the message.
+
+    Example:
+        >>> print(DeltaError("The tier is full.", asked="2 GiB", change="Raise host_budget."))
+        The tier is full.
+          asked:  2 GiB
+          change: Raise host_budget.
+    """
+
+    def __init__(
+        self,
+        problem: str = "",
+        *,
+        asked: str = "",
+        found: str = "",
+        tried: str = "",
+        change: str = "",
+    ) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.asked = asked
+        self.found = found
+        self.tried = tried
+        self.change = change
+
+    def __str__(self) -> str:
+        told = {
+            "asked": self.asked,
+            "found": self.found,
+            "tried": self.tried,
+            "change": self.change,
+        }
+        lines = [f"  {label + ':':<7} {text}" for label, text in told.items() if text]
+        return "\n".join([self.problem or self._summary(), *lines])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The default would call the class with `args` alone; errors travel between processes
+        # (data-loader workers, launchers), so they are rebuilt from their attributes instead.
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+    def _summary(self) -> str:
+        """The first sentence of the class's docstring, for errors raised without words."""
+        return (type(self).__doc__ or type(self).__name__).splitlines()[0]
+
+
+def _rebuild(cls: type[DeltaError], args: tuple[Any, ...], state: dict[str, Any]) -> DeltaError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class BudgetInfeasible(DeltaError):
+    """The budget cannot be met by evicting all that may be evicted.
+
+    Training state is as it was before the op that asked; nothing has been evicted for it.
+
+    Args:
+        asked_bytes: the budget.
+        floor_bytes: the smallest budget that would do, as far as it is known; 0 if it is not.
+        floor_op: name of the op that sets the floor: its inputs, outputs and workspace.
+        details: what stood in the way: pins, exposed storages, unmanaged bytes.
+    """
+
+    def __init__(
+        self, asked_bytes: int, floor_bytes: int, floor_op: str = "", details: str = ""
+    ) -> None:
+        floor = f"at least {format_bytes(floor_bytes)} needed" if floor_bytes else "more needed"
+        at = f" by {floor_op}" if floor_op else ""
+        super().__init__(
+            f"The budget of {format_bytes(asked_bytes)} cannot be met: {floor}{at}.",
+            asked=f"a budget of {format_bytes(asked_bytes)} ({asked_bytes:,} bytes)",
+            found=details,
+            tried="evicting every saved tensor that may be evicted",
+            change=(
+                f"raise the budget to {format_bytes(floor_bytes)} ({floor_bytes:,} bytes) or more, "
+                "or make that op smaller (batch size, sequence length)"
+                if floor_bytes
+                else "raise the budget, or use a smaller batch"
+            ),
+        )
+        self.asked_bytes = asked_bytes
+        self.floor_bytes = floor_bytes
+        self.floor_op = floor_op
+        self.details = details
+
+
+class RecomputeMismatch(DeltaError):
+    """A recomputed value is not, bit for bit, the value that was dropped.
+
+    The gradients of this step must not be used.
+    """
+
+
+class InplaceModification(DeltaError, RuntimeError):
+    """A tensor that backward needs was changed in place after autograd saved it.
+
+    It is the error that autograd itself raises where no hooks are installed, so it is a
+    RuntimeError too.
+    """
+
+
+class PlanDiverged(DeltaError):
+    """The running step is not the one that the plan was made for.
+
+    Internal: the runtime catches it, decides online for the rest of the step, and says so.
+    """
+
+
+class UsageError(DeltaError, ValueError):
+    """An argument, an environment variable or an order of calls that makes no sense.
+
+    Nothing has been changed when it is raised.
+    """

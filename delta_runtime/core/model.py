@@ -1,0 +1,170 @@
+"""The words that recorder, ledger and victim queue share: events, residencies, actions.
+
+Covers what crosses a layer: the layout of the events that C++ hands over, the residencies of a page
+with their table of legal moves, and the actions that the decider returns. Does not cover the step
+graph and plans, nor anything that holds a tensor: everything here is keys, bytes and seconds.
+
+A *page* is one managed storage with live tickets. Page ids are int64, increase, and are never used
+again in a session. A *tick* is the index of an op on the process-wide logical clock.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+IntColumn: TypeAlias = npt.NDArray[np.int64]
+FloatColumn: TypeAlias = npt.NDArray[np.float64]
+BoolColumn: TypeAlias = npt.NDArray[np.bool_]
+Events: TypeAlias = npt.NDArray[Any]  # a structured array of EVENT_DTYPE
+
+UNKNOWN_KEY = -1
+"""The structural key of a page that has none."""
+
+UNKNOWN_TICK = -1
+"""A next use that nobody knows."""
+
+
+class EventKind(enum.IntEnum):
+    """What happened; the fields that a kind does not name are zero.
+
+    The kinds up to INADMISSIBLE concern one page, the later ones concern none.
+    """
+
+    PACKED = 0
+    """A storage got its first ticket: `bytes`, `key` (structural key within the step or
+    UNKNOWN_KEY), `seconds` (of the op that made it and of the unsaved ops on the way), `reason` 1
+    when it has an admissible recipe, else 0."""
+    USED = 1
+    """A ticket was unpacked."""
+    DROPPED = 2
+    """The device copy was freed; a recompute will bring it back."""
+    REBUILT = 3
+    """It was recomputed; `seconds` as measured."""
+    RELEASED = 4
+    """The last ticket is gone; nothing follows for this page."""
+    EDGE = 5
+    """`page` was made from page `key`, its nearest saved ancestor."""
+    INADMISSIBLE = 6
+    """The recipe broke: the page may not be dropped any more."""
+    STEP = 7
+    """A step ended."""
+    RESCUE = 8
+    """An allocation of `bytes` inside an op had to ask for room."""
+    OVERSHOOT = 9
+    """A request for room could not be met; `bytes` were still missing."""
+
+
+EVENT_DTYPE = np.dtype(
+    [
+        ("kind", "<i4"),
+        ("reason", "<i4"),
+        ("page", "<i8"),
+        ("tick", "<i8"),
+        ("bytes", "<i8"),
+        ("key", "<i8"),
+        ("seconds", "<f8"),
+    ]
+)
+"""One event, 48 bytes, as the C++ event queue lays it out."""
+
+
+class Residency(enum.IntEnum):
+    """Where the bytes of a page are."""
+
+    RESIDENT = 0
+    SWAPPING_OUT = 1
+    HOST = 2
+    DISK = 3
+    SWAPPING_IN = 4
+    DROPPED = 5
+    RELEASED = 6
+
+
+LEGAL_MOVES: Mapping[Residency, frozenset[Residency]] = MappingProxyType(
+    {
+        Residency.RESIDENT: frozenset(
+            {Residency.SWAPPING_OUT, Residency.HOST, Residency.DROPPED, Residency.RELEASED}
+        ),
+        Residency.SWAPPING_OUT: frozenset(
+            {Residency.RESIDENT, Residency.HOST, Residency.DISK, Residency.RELEASED}
+        ),
+        Residency.HOST: frozenset({Residency.SWAPPING_IN, Residency.DISK, Residency.RELEASED}),
+        Residency.DISK: frozenset({Residency.SWAPPING_IN, Residency.RELEASED}),
+        Residency.SWAPPING_IN: frozenset(
+            {Residency.RESIDENT, Residency.HOST, Residency.DISK, Residency.RELEASED}
+        ),
+        Residency.DROPPED: frozenset({Residency.RESIDENT, Residency.RELEASED}),
+        Residency.RELEASED: frozenset(),
+    }
+)
+"""From each residency, the residencies that may follow. A page begins RESIDENT."""
+
+
+class Distance(enum.IntEnum):
+    """What C++ divides a page's weight by at the moment it needs room; never less than one tick.
+
+    The score is weight / max(1, distance), and the smallest score goes first.
+    """
+
+    NONE = 0
+    """Nothing: the score is the weight."""
+    STALENESS = 1
+    """now - last use, in ticks."""
+    NEXT_USE = 2
+    """next use - now, in ticks; staleness where the next use is unknown."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PublishQueue:
+    """Publish these pages as the victims that C++ may drop by itself, without Python.
+
+    Args:
+        pages: Page ids, int64, contiguous; in the order of their score when the queue was made.
+        weights: One float64 for each page, finite and >= 0; smallest score goes first.
+        distance: What a weight is divided by when room is needed.
+    """
+
+    pages: IntColumn
+    weights: FloatColumn
+    distance: Distance
+
+    def __len__(self) -> int:
+        """Return the number of pages in the queue."""
+        return len(self.pages)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Requests for room could not be met, and this is why. One for each batch of events.
+
+    The worst request of the batch is described, by the account as it was at that moment.
+
+    Args:
+        tick: When the worst request came.
+        requests: How many requests of the batch could not be met.
+        missing_bytes: What the worst one still missed after everything else had been freed.
+        available_bytes: Resident bytes with an admissible recipe that could nevertheless not be
+            freed: in use by the open op, exposed, or not yet in the published queue.
+        pinned_bytes: Resident bytes that may not be dropped, for want of an admissible recipe.
+        pinned_pages: The largest of these pages, largest first, at most eight.
+        smallest_budget_bytes: The budget that would have met this request without freeing more;
+            0 when the caller named no budget.
+    """
+
+    tick: int
+    requests: int
+    missing_bytes: int
+    available_bytes: int
+    pinned_bytes: int
+    pinned_pages: tuple[int, ...]
+    smallest_budget_bytes: int
+
+
+Action: TypeAlias = PublishQueue | Refusal

@@ -1,0 +1,78 @@
+"""The CPU pool: a process-wide CPU allocator with a capacity.
+
+It gives every machine a device that runs out of memory for real: exact peak, and
+`torch.OutOfMemoryError` at the capacity. It counts what was allocated after `install()`; blocks from
+before are freed as they always were and never counted.
+
+    from delta_runtime import cpu_pool
+
+    cpu_pool.install()
+    with cpu_pool.capacity("2GiB"):
+        train()          # torch.OutOfMemoryError above 2 GiB
+    print(cpu_pool.peak_bytes())
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from delta_runtime.core.units import BytesSpec, parse_bytes
+from delta_runtime.extension import _C
+
+_pool = _C.cpu_pool
+
+
+def install() -> None:
+    """Make the pool the CPU allocator of this process. Idempotent; cannot be undone."""
+    _pool.install()
+
+
+def installed() -> bool:
+    """Whether the pool is the CPU allocator."""
+    return bool(_pool.installed())
+
+
+def set_capacity(limit: BytesSpec | None) -> None:
+    """Set the most bytes that may live at any moment; installs the pool.
+
+    Args:
+        limit: bytes, text such as ``"2GiB"``, or None to lift the capacity.
+
+    Raises:
+        UsageError: the limit cannot be read; nothing has changed.
+    """
+    size_bytes = 0 if limit is None else parse_bytes(limit, allow_zero=False, name="capacity")
+    install()
+    _pool.set_capacity(size_bytes)
+
+
+def capacity_bytes() -> int | None:
+    """The capacity in bytes; None when there is none."""
+    return int(_pool.capacity_bytes()) or None
+
+
+def allocated_bytes() -> int:
+    """Bytes that live now."""
+    return int(_pool.live_bytes())
+
+
+def peak_bytes() -> int:
+    """Most bytes that lived at once since `install()` or the last `reset_peak()`."""
+    return int(_pool.peak_bytes())
+
+
+def reset_peak() -> None:
+    """Start a new window for `peak_bytes()`."""
+    _pool.reset_peak()
+
+
+@contextlib.contextmanager
+def capacity(limit: BytesSpec) -> Iterator[None]:
+    """Set a capacity for the duration of a block, then put the former one back."""
+    former = capacity_bytes()
+    set_capacity(limit)
+    try:
+        yield
+    finally:
+        _pool.set_capacity(former or 0)

@@ -1,0 +1,661 @@
+"""The ledger: the one account of all pages. Events in, actions out.
+
+A pure state machine over one columnar table: no torch, no threads, no clock of its own (events
+carry their ticks). The runtime and the simulator drive the same class. Policies rank; the ledger
+alone says what may be evicted, and refuses moves that `LEGAL_MOVES` does not have.
+
+Covered: the account of bytes by residency, candidates and their ranking by the policy's filter,
+next uses learnt from the last step, counters, the story of a page. Not covered: pins, exposure and
+the moment of eviction (C++ tests them when it walks the published queue), plans, and the budget.
+
+Note: order within a batch
+    1. Events of one page are in the order in which they happened. A batch gives the same account
+       as its events one by one, however it is cut.
+    2. A page begins with PACKED and ends with RELEASED; what comes for it outside is a fault. Only
+       an EDGE may name such a page, and says nothing then.
+    3. The sets of dropped neighbours depend on the order between pages too. They alone take events
+       one by one, and are kept only for filters that look at them.
+    4. A batch is cut behind each end of a step and behind its worst unmet request, so that both see
+       the account of their moment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from delta_runtime.core.errors import DeltaError
+from delta_runtime.core.model import (
+    EVENT_DTYPE,
+    LEGAL_MOVES,
+    UNKNOWN_TICK,
+    Action,
+    BoolColumn,
+    Distance,
+    EventKind,
+    Events,
+    FloatColumn,
+    IntColumn,
+    PublishQueue,
+    Refusal,
+    Residency,
+)
+from delta_runtime.decide.filters import Column, Columns, distances
+from delta_runtime.decide.neighbourhood import Neighbourhood
+from delta_runtime.decide.policies import Policy
+
+_ABSENT = len(Residency)  # the residency of a page that has a row but no PACKED event yet
+_STAYS = -1
+_PAGE_KINDS = EventKind.INADMISSIBLE + 1  # the kinds below concern one page
+
+_FIRST_CAPACITY = 1024
+_STORY_EVENTS = 1_000_000
+_PINNED_PAGES = 8
+
+
+class LedgerError(DeltaError):
+    """The account does not add up: a fault of the runtime, not of the user. The ledger is spent."""
+
+
+def _targets() -> IntColumn:
+    """Return the residency that each kind of page event leads to, _STAYS where it leads nowhere."""
+    target = np.full(_PAGE_KINDS, _STAYS)
+    target[EventKind.PACKED] = target[EventKind.REBUILT] = Residency.RESIDENT
+    target[EventKind.DROPPED] = Residency.DROPPED
+    target[EventKind.RELEASED] = Residency.RELEASED
+    return target
+
+
+def _allowed() -> BoolColumn:
+    """Return [kind, residency]: whether a page event may come in that residency."""
+    allowed = np.zeros((_PAGE_KINDS, _ABSENT + 1), np.bool_)
+    allowed[EventKind.PACKED, _ABSENT] = True
+    for state, following in LEGAL_MOVES.items():
+        allowed[EventKind.DROPPED, state] = Residency.DROPPED in following
+        allowed[EventKind.RELEASED, state] = Residency.RELEASED in following
+        allowed[EventKind.USED, state] = state is not Residency.RELEASED
+        allowed[EventKind.INADMISSIBLE, state] = state is not Residency.RELEASED
+    allowed[EventKind.REBUILT, Residency.DROPPED] = True  # a swapped page is never rebuilt
+    return allowed
+
+
+_TARGET = _targets()
+_ALLOWED = _allowed()
+_ORDERED = np.array([each < _PAGE_KINDS and each is not EventKind.EDGE for each in EventKind])
+_TOUCHES = np.array([each in (EventKind.USED, EventKind.REBUILT) for each in EventKind])
+_NEARS = np.array(
+    [
+        each < _PAGE_KINDS and each not in (EventKind.USED, EventKind.INADMISSIBLE)
+        for each in EventKind
+    ]
+)
+_PACKED, _EDGE = int(EventKind.PACKED), int(EventKind.EDGE)  # plain ints for the inner loop
+_DROPPED, _REBUILT = int(EventKind.DROPPED), int(EventKind.REBUILT)
+_NO_EVENTS = np.empty(0, EVENT_DTYPE)
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What has happened since the ledger began, or between two moments (`since`)."""
+
+    events: int = 0
+    steps: int = 0
+    packed_pages: int = 0
+    packed_bytes: int = 0
+    used: int = 0
+    dropped_pages: int = 0
+    dropped_bytes: int = 0
+    rebuilt_pages: int = 0
+    rebuilt_bytes: int = 0
+    rebuilt_seconds: float = 0.0
+    released_pages: int = 0
+    broken_recipes: int = 0
+    rescues: int = 0
+    rescue_bytes: int = 0
+    overshoots: int = 0
+    overshoot_bytes: int = 0
+    unforeseen_uses: int = 0
+    """Uses in a step of keys that the step before did not use; none are counted in the first."""
+
+    def since(self, earlier: Statistics) -> Statistics:
+        """Return the difference to an earlier reading of the same ledger."""
+        pairs = {
+            each.name: getattr(self, each.name) - getattr(earlier, each.name)
+            for each in fields(self)
+        }
+        return Statistics(**pairs)
+
+
+class _Table:
+    """Struct of arrays, one row for each page, ordered by page id; rows below `rows` are in use."""
+
+    __slots__ = (
+        "admissible",
+        "bytes",
+        "key",
+        "last_use",
+        "packed_at",
+        "page",
+        "residency",
+        "rows",
+        "seconds",
+    )
+
+    _columns = (
+        ("page", np.int64),
+        ("bytes", np.int64),
+        ("key", np.int64),
+        ("seconds", np.float64),
+        ("packed_at", np.int64),
+        ("last_use", np.int64),
+        ("residency", np.int8),
+        ("admissible", np.bool_),
+    )
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.page: IntColumn
+        self.bytes: IntColumn
+        self.key: IntColumn
+        self.seconds: FloatColumn
+        self.packed_at: IntColumn
+        self.last_use: IntColumn
+        self.residency: np.ndarray[tuple[int], np.dtype[np.int8]]
+        self.admissible: BoolColumn
+        for name, dtype in self._columns:
+            setattr(self, name, np.zeros(_FIRST_CAPACITY, dtype))
+
+    def append(self, packed: Events) -> IntColumn:
+        """Add one row for each PACKED event, keeping the order by page id; return ids now twice."""
+        old, new = self.rows, self.rows + len(packed)
+        if new > len(self.page):
+            self._resize(max(new, 2 * len(self.page)))
+        rows = slice(old, new)
+        page = self.page
+        page[rows] = packed["page"]
+        self.bytes[rows] = packed["bytes"]
+        self.key[rows] = packed["key"]
+        self.seconds[rows] = np.fmax(packed["seconds"], 0.0)
+        self.packed_at[rows] = self.last_use[rows] = packed["tick"]
+        self.residency[rows] = _ABSENT
+        self.admissible[rows] = packed["reason"] != 0
+        self.rows = new
+        tail = page[max(old - 1, 0) : new]
+        if (tail[1:] > tail[:-1]).all():
+            return tail[:0]
+        self._take(np.argsort(page[:new], kind="stable"))
+        twice: IntColumn = page[1:new][page[1:new] == page[: new - 1]]
+        return twice
+
+    def find(self, pages: IntColumn) -> IntColumn:
+        """Return the row of each page, -1 where there is none."""
+        if not self.rows:
+            return np.full(len(pages), -1)
+        page = self.page[: self.rows]
+        at = page.searchsorted(pages)
+        at[at == self.rows] = 0
+        at[page[at] != pages] = -1
+        return at
+
+    def forget(self, residency: Residency) -> None:
+        """Remove all rows in a residency."""
+        self._take(np.flatnonzero(self.residency[: self.rows] != residency))
+
+    def _take(self, rows: IntColumn) -> None:
+        for name, _ in self._columns:
+            column = getattr(self, name)
+            column[: len(rows)] = column[rows]
+        self.rows = len(rows)
+
+    def _resize(self, capacity: int) -> None:
+        for name, dtype in self._columns:
+            column = np.zeros(capacity, dtype)
+            column[: self.rows] = getattr(self, name)[: self.rows]
+            setattr(self, name, column)
+
+
+class _NextUses:
+    """When pages of a key are used, in ticks after their packing, as the last step had it.
+
+    Counting from the packing of the page, and not of the step, keeps most of it right when ops come
+    or go between steps or in the middle of one. Several pages of one key share their leads.
+    """
+
+    __slots__ = ("_firsts", "_leads", "_names", "_places", "_seen_keys", "_seen_leads", "_span")
+
+    def __init__(self) -> None:
+        self._seen_keys: list[IntColumn] = []
+        self._seen_leads: list[IntColumn] = []
+        self._names: IntColumn = np.empty(0, np.int64)  # distinct keys, increasing
+        self._firsts: IntColumn  # place of each key's first lead, and one end mark
+        self._leads: IntColumn  # ordered by key, then by size
+        self._places: IntColumn  # index of the key * span + lead: increasing
+        self._span: int
+
+    def see(self, keys: IntColumn, leads: IntColumn) -> None:
+        """Remember uses of the running step; negative keys say nothing."""
+        known = keys >= 0
+        self._seen_keys.append(keys[known])
+        self._seen_leads.append(np.maximum(leads[known], 0))
+
+    def end_step(self) -> int:
+        """Learn from the step that ended; return how many of its uses had not been foreseen.
+
+        A step without a use (forward only) teaches nothing.
+        """
+        seen = [
+            np.concatenate(each or [self._names[:0]])
+            for each in (self._seen_keys, self._seen_leads)
+        ]
+        self._seen_keys, self._seen_leads = [], []
+        keys, leads = seen
+        if not len(keys):
+            return 0
+        missed = int(np.count_nonzero(~np.isin(keys, self._names))) if len(self._names) else 0
+        order = np.lexsort((leads, keys))
+        self._leads = leads[order]
+        self._names, firsts, group = np.unique(keys[order], return_index=True, return_inverse=True)
+        self._firsts = np.append(firsts, len(keys))
+        self._span = int(leads.max()) + 2
+        self._places = group * self._span + self._leads
+        return missed
+
+    def next_lead(self, keys: IntColumn, at_least: IntColumn) -> IntColumn:
+        """Return for each key its first lead >= `at_least`, UNKNOWN_TICK where there is none."""
+        if not len(self._names):
+            return np.full(len(keys), UNKNOWN_TICK)
+        group = np.minimum(self._names.searchsorted(keys), len(self._names) - 1)
+        place = self._places.searchsorted(group * self._span + np.clip(at_least, 0, self._span - 1))
+        found = (self._names[group] == keys) & (place < self._firsts[group + 1])
+        return np.where(found, self._leads[np.minimum(place, len(self._leads) - 1)], UNKNOWN_TICK)
+
+
+class Ledger:
+    """The account of all pages, and the only place where it changes.
+
+    Args:
+        policy: Ranks the candidates.
+        checked: Run `check` after each `handle` (slow; DELTA_CHECK=1).
+        keep_story: Keep the last million events or so, for `story`.
+
+    Example:
+        >>> ledger = Ledger(get_policy("recompute"))
+        >>> for action in ledger.handle(events):
+        ...     carry_out(action)
+        >>> queue = ledger.rank(now_tick)
+    """
+
+    def __init__(self, policy: Policy, *, checked: bool = False, keep_story: bool = False) -> None:
+        self._policy = policy
+        self._checked = checked
+        self._table = _Table()
+        self._bytes_in = np.zeros(_ABSENT + 1, np.int64)
+        self._peak_bytes = 0
+        self._counts = np.zeros(len(EventKind), np.int64)
+        self._packed_bytes = self._dropped_bytes = self._rebuilt_bytes = 0
+        self._rebuilt_seconds = 0.0
+        self._rescue_bytes = self._overshoot_bytes = 0
+        self._unforeseen_uses = 0
+        self._released_rows = 0
+        needs = policy.filter.needs if policy.filter is not None else Column.NOTHING
+        self._near = Neighbourhood() if Column.NEIGHBOURHOOD_SECONDS in needs else None
+        self._next_uses = _NextUses() if Column.NEXT_USE in needs else None
+        self._story: list[Events] | None = [] if keep_story else None
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that ranks the candidates."""
+        return self._policy
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of all pages whose device copy exists."""
+        return int(self._bytes_in[Residency.RESIDENT])
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of all pages that are dropped now."""
+        return int(self._bytes_in[Residency.DROPPED])
+
+    @property
+    def peak_resident_bytes(self) -> int:
+        """Highest accounted `resident_bytes` since the last `reset_peak`."""
+        return self._peak_bytes
+
+    def reset_peak(self) -> None:
+        """Let the accounted peak begin again at what is resident now."""
+        self._peak_bytes = self.resident_bytes
+
+    @property
+    def statistics(self) -> Statistics:
+        """What has happened so far; two readings can be subtracted with `since`."""
+        count = self._counts.tolist()
+        return Statistics(
+            events=sum(count),
+            steps=count[EventKind.STEP],
+            packed_pages=count[EventKind.PACKED],
+            packed_bytes=self._packed_bytes,
+            used=count[EventKind.USED],
+            dropped_pages=count[EventKind.DROPPED],
+            dropped_bytes=self._dropped_bytes,
+            rebuilt_pages=count[EventKind.REBUILT],
+            rebuilt_bytes=self._rebuilt_bytes,
+            rebuilt_seconds=self._rebuilt_seconds,
+            released_pages=count[EventKind.RELEASED],
+            broken_recipes=count[EventKind.INADMISSIBLE],
+            rescues=count[EventKind.RESCUE],
+            rescue_bytes=self._rescue_bytes,
+            overshoots=count[EventKind.OVERSHOOT],
+            overshoot_bytes=self._overshoot_bytes,
+            unforeseen_uses=self._unforeseen_uses,
+        )
+
+    def handle(self, events: Events, *, budget_bytes: int = 0) -> list[Action]:
+        """Enter a batch of events into the account.
+
+        Args:
+            events: Events in the order they happened, dtype EVENT_DTYPE; not kept.
+            budget_bytes: The budget while they happened, for the numbers of a refusal.
+
+        Returns:
+            A `Refusal` when requests could not be met, and a `PublishQueue` when there was pressure
+            that look-ahead had not foreseen (RESCUE or OVERSHOOT). Mostly nothing.
+
+        Raises:
+            LedgerError: An event that cannot be, with the story of its page. The ledger is spent
+                then: part of the batch may have been entered.
+        """
+        if not len(events):
+            return []
+        kind = events["kind"]
+        if kind.min() < 0 or kind.max() >= len(EventKind):
+            raise LedgerError(f"events of unknown kinds: {np.setdiff1d(kind, list(EventKind))}")
+        count = np.bincount(kind, minlength=len(EventKind))
+        self._counts += count
+        if self._story is not None:
+            self._remember(self._story, events)
+        pressure = bool(count[EventKind.RESCUE] or count[EventKind.OVERSHOOT])
+        actions: list[Action] = []
+        if pressure or count[EventKind.STEP]:
+            self._enter_in_parts(events, actions, budget_bytes)
+        else:
+            self._enter(events)
+        if self._released_rows > max(_FIRST_CAPACITY, self._table.rows) // 2:
+            self._table.forget(Residency.RELEASED)
+            self._released_rows = 0
+        if pressure:
+            actions.append(self.rank(int(events["tick"][-1])))
+        if self._checked:
+            self.check()
+        return actions
+
+    def rank(self, now_tick: int) -> PublishQueue:
+        """Return all pages that may be dropped, with the weights of the policy's filter.
+
+        Candidates are resident and have an admissible recipe. Whether one is pinned or exposed is
+        tested by C++ when it needs room.
+
+        Args:
+            now_tick: The present tick: uses foreseen before it are past, and the queue is ordered
+                by the scores of this moment.
+
+        Returns:
+            The queue, smallest score first; empty when the policy drops nothing.
+        """
+        table, chosen = self._table, self._policy.filter
+        if chosen is None or Residency.DROPPED not in self._policy.evicts_to:
+            return PublishQueue(np.empty(0, np.int64), np.empty(0), Distance.NONE)
+        resident = table.residency[: table.rows] == Residency.RESIDENT
+        rows = np.flatnonzero(resident & table.admissible[: table.rows])
+        columns = self._columns(rows, now_tick)
+        weights = chosen.weights(columns)
+        scores = weights / np.maximum(distances(chosen.distance, columns), 1)
+        order = np.argsort(scores, kind="stable")
+        return PublishQueue(table.page[rows[order]], weights[order], chosen.distance)
+
+    def story(self, page: int) -> Events:
+        """Return the events that name a page, its edges to later pages included, oldest first.
+
+        Args:
+            page: A page id, released or not.
+
+        Returns:
+            Events of EVENT_DTYPE; empty unless the ledger was made with `keep_story=True`.
+        """
+        parts = [part[_names_page(part, page)] for part in self._story or ()]
+        return np.concatenate([_NO_EVENTS, *parts])
+
+    def check(self) -> None:
+        """Verify every invariant of the account.
+
+        Raises:
+            LedgerError: With all that is wrong.
+        """
+        faults = self._faults()
+        if faults:
+            raise LedgerError("the ledger does not add up: " + "; ".join(faults))
+
+    def _enter_in_parts(self, events: Events, actions: list[Action], budget_bytes: int) -> None:
+        """Enter a batch with ends of steps or unmet requests: rule 4 of the Note."""
+        kind, asked = events["kind"], events["bytes"]
+        self._rescue_bytes += int(asked[kind == EventKind.RESCUE].sum())
+        steps = kind == EventKind.STEP
+        overshoots = kind == EventKind.OVERSHOOT
+        worst = _STAYS
+        if overshoots.any():
+            self._overshoot_bytes += int(asked[overshoots].sum())
+            worst = int(np.argmax(np.where(overshoots, asked, -1)))
+        begin = 0
+        for last in np.unique([*np.flatnonzero(steps), worst, len(events) - 1]).tolist():
+            if last < begin:
+                continue
+            self._enter(events[begin : last + 1])
+            begin = last + 1
+            if last == worst:
+                requests = int(np.count_nonzero(overshoots))
+                actions.append(self._refusal(events[last], requests, budget_bytes))
+            if steps[last] and self._next_uses is not None:
+                self._unforeseen_uses += self._next_uses.end_step()
+
+    def _enter(self, events: Events) -> None:
+        """Enter the page events of a part that has neither a step's end nor a refusal within."""
+        table = self._table
+        every = events
+        ordered = _ORDERED[events["kind"]]
+        if not ordered.all():
+            events = events[ordered]
+        kind = np.ascontiguousarray(events["kind"])
+        packed = events[kind == EventKind.PACKED]
+        if len(packed):
+            twice = table.append(packed)
+            if len(twice):
+                raise self._fault(int(twice[0]), "was packed twice", every)
+            self._packed_bytes += int(packed["bytes"].sum())
+        if len(kind):
+            page = np.ascontiguousarray(events["page"])
+            rows = table.find(page)
+            if rows.min() < 0:
+                raise self._fault(int(page[rows.argmin()]), "is not in the ledger", every)
+            self._move(kind, rows, every)
+            self._count(kind, rows, events)
+        if self._near is not None:
+            self._enter_near(self._near, every)
+
+    def _move(self, kind: IntColumn, rows: IntColumn, batch: Events) -> None:
+        """Change residencies, recipes and the account of bytes; rules 1 and 2 of the Note.
+
+        The events are put in order of row, then of time. What a page was before an event is the
+        target of the last moving event before it in its run of equal rows, else what the table
+        says.
+        """
+        table = self._table
+        order = rows.argsort(kind="stable")
+        row, kind = rows[order], kind[order]
+        place = np.arange(len(row))
+        begins = np.empty(len(row), np.bool_)
+        begins[0] = True
+        np.not_equal(row[1:], row[:-1], out=begins[1:])
+        begin = np.maximum.accumulate(place * begins)
+        target = _TARGET[kind]
+        last_move = np.maximum.accumulate(np.where(target == _STAYS, -1, place))
+        before = table.residency[row].astype(np.int64)
+        moved = np.flatnonzero(last_move[:-1] >= begin[1:]) + 1
+        before[moved] = target[last_move[moved - 1]]
+        after = np.where(target == _STAYS, before, target)
+
+        legal = _ALLOWED[kind, before]
+        broke = kind == EventKind.INADMISSIBLE
+        admissible = table.admissible[row]
+        if broke.any():
+            admissible &= np.maximum.accumulate(np.where(broke, place, -1)) < begin
+            table.admissible[row[broke]] = False
+        legal &= admissible | (kind != EventKind.DROPPED)
+        if not legal.all():
+            wrong = np.flatnonzero(~legal)
+            first = wrong[order[wrong].argmin()]
+            raise self._illegal(int(kind[first]), int(before[first]), int(row[first]), batch)
+
+        bytes_ = table.bytes[row]
+        change = np.empty(len(row), np.int64)
+        change[order] = bytes_ * (
+            (after == Residency.RESIDENT).astype(np.int64) - (before == Residency.RESIDENT)
+        )
+        peak = self.resident_bytes + int(change.cumsum().max())
+        self._peak_bytes = max(self._peak_bytes, peak)
+        self._bytes_in += (
+            np.bincount(after, bytes_, _ABSENT + 1) - np.bincount(before, bytes_, _ABSENT + 1)
+        ).astype(np.int64)
+        ends = np.append(begins[1:], True)
+        table.residency[row[ends]] = after[ends]
+
+    def _count(self, kind: IntColumn, rows: IntColumn, events: Events) -> None:
+        """Note uses and count, for events that have been found legal."""
+        table = self._table
+        touches = _TOUCHES[kind]
+        table.last_use[rows[touches]] = events["tick"][touches]  # the last of a page wins
+        used = kind == EventKind.USED
+        if self._next_uses is not None and used.any():
+            row = rows[used]
+            self._next_uses.see(table.key[row], events["tick"][used] - table.packed_at[row])
+        dropped, rebuilt = kind == EventKind.DROPPED, kind == EventKind.REBUILT
+        self._dropped_bytes += int(table.bytes[rows[dropped]].sum())
+        self._rebuilt_bytes += int(table.bytes[rows[rebuilt]].sum())
+        self._rebuilt_seconds += float(events["seconds"][rebuilt].sum())
+        self._released_rows += int(np.count_nonzero(kind == EventKind.RELEASED))
+
+    def _enter_near(self, near: Neighbourhood, events: Events) -> None:
+        """Bring the sets of dropped neighbours up to date: rule 3 of the Note."""
+        events = events[_NEARS[events["kind"]]]
+        page = np.ascontiguousarray(events["page"])
+        seconds = self._table.seconds[self._table.find(page)].tolist()
+        for kind, each, other, cost in zip(
+            events["kind"].tolist(), page.tolist(), events["key"].tolist(), seconds, strict=True
+        ):
+            if kind == _PACKED:
+                near.add(each)
+            elif kind == _EDGE:
+                near.link(each, other)
+            elif kind == _DROPPED:
+                near.drop(each, cost)
+            elif kind == _REBUILT:
+                near.rebuild(each)
+            else:
+                near.release(each)
+
+    def _columns(self, rows: IntColumn, now_tick: int) -> Columns:
+        """Return what the policy's filter may look at, for some rows."""
+        table = self._table
+        last_use = table.last_use[rows]
+        near = np.zeros(len(rows))
+        if self._near is not None:
+            near = self._near.seconds_near(table.page[rows])
+        next_use = np.full(len(rows), UNKNOWN_TICK)
+        if self._next_uses is not None:
+            packed_at = table.packed_at[rows]
+            earliest = np.maximum(now_tick, last_use + 1) - packed_at
+            lead = self._next_uses.next_lead(table.key[rows], earliest)
+            next_use = np.where(lead == UNKNOWN_TICK, UNKNOWN_TICK, packed_at + lead)
+        return Columns(table.bytes[rows], table.seconds[rows], near, last_use, next_use, now_tick)
+
+    def _refusal(self, event: np.void, requests: int, budget_bytes: int) -> Refusal:
+        """Explain an unmet request by the account as it is now."""
+        table = self._table
+        resident = table.residency[: table.rows] == Residency.RESIDENT
+        pinned = np.flatnonzero(resident & ~table.admissible[: table.rows])
+        pinned_bytes = int(table.bytes[pinned].sum())
+        largest = pinned[np.argsort(-table.bytes[pinned], kind="stable")][:_PINNED_PAGES]
+        missing_bytes = int(event["bytes"])
+        return Refusal(
+            tick=int(event["tick"]),
+            requests=requests,
+            missing_bytes=missing_bytes,
+            available_bytes=self.resident_bytes - pinned_bytes,
+            pinned_bytes=pinned_bytes,
+            pinned_pages=tuple(table.page[largest].tolist()),
+            smallest_budget_bytes=budget_bytes + missing_bytes if budget_bytes else 0,
+        )
+
+    def _remember(self, story: list[Events], events: Events) -> None:
+        """Keep a copy of a batch, and let the oldest batches go."""
+        story.append(events.copy())
+        while len(story) > 1 and sum(map(len, story[:-1])) > _STORY_EVENTS:
+            del story[0]
+
+    def _illegal(self, kind: int, state: int, row: int, batch: Events) -> LedgerError:
+        """Return the error for an event that came while its page was in `state`."""
+        was = "not yet packed" if state == _ABSENT else Residency(state).name
+        if _ALLOWED[kind, state]:
+            was += " without an admissible recipe"
+        what = f"cannot be {EventKind(kind).name} while {was}"
+        return self._fault(int(self._table.page[row]), what, batch)
+
+    def _fault(self, page: int, what: str, batch: Events) -> LedgerError:
+        """Return an error about a page, with its story as far as it is known."""
+        known = self.story(page) if self._story is not None else batch[_names_page(batch, page)]
+        lines = [
+            f"  tick {each['tick']}: {EventKind(int(each['kind'])).name} page {each['page']} "
+            f"bytes {each['bytes']} key {each['key']} reason {each['reason']}"
+            for each in known
+        ]
+        return LedgerError("\n".join([f"page {page} {what}; its story:", *lines]))
+
+    def _faults(self) -> list[str]:
+        """Return what is wrong with the account; empty when all is well."""
+        table = self._table
+        rows = slice(table.rows)
+        page, residency, bytes_ = table.page[rows], table.residency[rows], table.bytes[rows]
+        seconds = table.seconds[rows]
+        sums = np.zeros_like(self._bytes_in)
+        np.add.at(sums, residency, bytes_)
+        released = residency == Residency.RELEASED
+        counted = self._counts[EventKind.PACKED] - self._counts[EventKind.RELEASED]
+        held = {
+            "page ids are not unique and increasing": (page[1:] > page[:-1]).all(),
+            "a page is in no residency": (residency < _ABSENT).all(),
+            "a size or a cost is negative or not finite": (bytes_ >= 0).all()
+            and np.isfinite(seconds).all()
+            and (seconds >= 0).all(),
+            "a page was used before it was packed": (
+                table.last_use[rows] >= table.packed_at[rows]
+            ).all(),
+            f"bytes are {self._bytes_in[:-1]}, the pages make {sums[:-1]}": (
+                # released rows go when the table is compacted, their bytes stay in the account
+                self._bytes_in[: Residency.RELEASED] == sums[: Residency.RELEASED]
+            ).all(),
+            "the peak is below what is resident": self._peak_bytes >= self.resident_bytes,
+            "released rows are miscounted": np.count_nonzero(released) == self._released_rows,
+            "pages are missing": np.count_nonzero(~released) == counted,
+        }
+        faults = [fault for fault, well in held.items() if not well]
+        if self._near is not None:
+            faults += self._near.faults(page[~released], page[residency == Residency.DROPPED])
+        return faults
+
+
+def _names_page(events: Events, page: int) -> BoolColumn:
+    """Return which events name a page, as themselves or as the ancestor of another."""
+    kind = events["kind"]
+    named: BoolColumn = (events["page"] == page) & (kind < _PAGE_KINDS)
+    named |= (events["key"] == page) & (kind == EventKind.EDGE)
+    return named

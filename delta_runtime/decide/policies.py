@@ -1,0 +1,137 @@
+"""Policies: a named choice of a filter, of where pages may go, and of whether a plan is followed.
+
+A policy only suggests; the ledger alone refuses. Users choose `auto`, `recompute`, `delta` or
+`off`; the others are there to be compared, and the two `stress_*` ones to break things in tests. A
+new policy is one line in `POLICIES`.
+
+Not covered: what a filter computes (filters.py), and how a plan is made or followed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from delta_runtime.core.errors import UsageError
+from delta_runtime.core.model import Residency
+from delta_runtime.decide.filters import FILTERS, Filter
+
+
+class Stress(enum.Enum):
+    """Evictions without need, for tests."""
+
+    NONE = "none"
+    """Evict only when room is needed."""
+    DROP_ALL = "drop_all"
+    """Drop every page that may be dropped, at every op boundary."""
+    RANDOM = "random"
+    """Drop a seeded random choice of pages, at random op boundaries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How to decide what leaves device memory.
+
+    Args:
+        name: Its name in `POLICIES`.
+        description: One line for users.
+        filter: What ranks the victims; None when nothing is ever evicted.
+        plans: Whether a plan made from the recorded graph is followed once the graph repeats.
+        evicts_to: The residencies that a victim may go to; empty when nothing is ever evicted.
+        stress: Whether pages are evicted without need.
+        seed: Of the random choice of `Stress.RANDOM`.
+
+    Raises:
+        ValueError: There is a filter but nowhere to go, or the other way round.
+    """
+
+    name: str
+    description: str
+    filter: Filter | None
+    plans: bool = False
+    evicts_to: tuple[Residency, ...] = (Residency.DROPPED,)
+    stress: Stress = Stress.NONE
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse a policy that could rank but not evict, or evict but not rank."""
+        if (self.filter is None) != (not self.evicts_to):
+            raise ValueError(
+                f"policy {self.name!r} needs both a filter and a residency, or neither"
+            )
+
+
+def _online(name: str, description: str) -> Policy:
+    """Return the policy that drops by the filter of the same name and follows no plan."""
+    return Policy(name, description, FILTERS[name])
+
+
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {
+        each.name: each
+        for each in (
+            Policy("auto", "the best policy by measurement", FILTERS["msps"], plans=True),
+            Policy(
+                "recompute",
+                "drop the fewest seconds per byte; follow a plan once the step repeats",
+                FILTERS["msps"],
+                plans=True,
+            ),
+            Policy("off", "observe only, evict nothing", None, evicts_to=()),
+            _online("delta", "drop large stale pages first (DELTA)"),
+            _online(
+                "dtr", "drop cheap, large, stale pages first, dropped neighbours counted (DTR)"
+            ),
+            _online("dtr_local", "drop cheap, large, stale pages first, neighbours ignored (DTR)"),
+            _online("msps", "drop the fewest seconds per byte first, without a plan (Capuchin)"),
+            _online("lru", "drop the least recently used page first"),
+            _online("largest", "drop the largest page first"),
+            _online("next_use", "drop the page whose next use is farthest away"),
+            Policy(
+                "stress_drop_all",
+                "tests only: drop everything that can be dropped, all the time",
+                FILTERS["lru"],
+                stress=Stress.DROP_ALL,
+            ),
+            Policy(
+                "stress_random",
+                "tests only: drop a seeded random choice at random moments",
+                FILTERS["lru"],
+                stress=Stress.RANDOM,
+            ),
+        )
+    }
+)
+"""Every policy, by name."""
+
+
+def get_policy(name: str) -> Policy:
+    """Return the policy of that name.
+
+    Args:
+        name: A key of `POLICIES`, in any case.
+
+    Returns:
+        The entry of `POLICIES`.
+
+    Raises:
+        UsageError: There is no such policy; names the closest ones and all of them. Nothing has
+            changed.
+
+    Example:
+        >>> get_policy("recompute").plans
+        True
+    """
+    text = name.strip().lower() if isinstance(name, str) else ""
+    if text in POLICIES:
+        return POLICIES[text]
+    close = difflib.get_close_matches(text, POLICIES, n=3, cutoff=0.5)
+    hint = f"Did you mean {' or '.join(close)}? " if close else ""
+    raise UsageError(
+        "policy: no such policy.",
+        asked=repr(name),
+        change=f"{hint}Choose one of {', '.join(POLICIES)}.",
+    )

@@ -1,0 +1,1 @@
+"""What happened, for people: statistics of a step and their rendering."""

@@ -1,0 +1,238 @@
+"""The report of a step: where the memory went, what was evicted, what it cost, what stood in the way.
+
+Counts come from the extension; peaks are the allocator's own. Rendering is rich's.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from delta_runtime.core.units import format_bytes, format_seconds
+
+_REASONS = {
+    "source": "inputs, parameters, buffers",
+    "small": "smaller than min_bytes",
+    "device": "on another device",
+    "layout": "sparse, quantized or a subclass",
+    "opaque": "from compiled code or an op that must not run twice",
+    "unknown": "made where the runtime does not look",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """Counts of one step, or of all of them.
+
+    Args:
+        steps: steps counted.
+        peak_bytes: the allocator's highest live bytes.
+        packs, unpacks: saved tensors packed and unpacked.
+        packed_bytes: bytes of managed storages.
+        drops, dropped_bytes: storages freed to be recomputed.
+        rebuilds, rebuilt_bytes, rebuild_s: storages recomputed, with the seconds of it.
+        replayed_ops: ops run again.
+        rescues, rescued_bytes: times that an allocation itself had to ask for room.
+        shortfalls, shortfall_bytes: requests that could not be met, and the worst of them.
+        kept_bytes: bytes saved but not managed, by reason.
+        exposed_bytes: most bytes of managed storages that code outside autograd held when room was needed.
+        floor_bytes, floor_op: the op that needs most beside what cannot be evicted.
+        uncounted_bytes: bytes of tensors that the CPU pool does not own.
+        plan_hits, plan_misses: saved storages that were, and were not, foreseen.
+    """
+
+    steps: int = 0
+    peak_bytes: int = 0
+    ops: int = 0
+    packs: int = 0
+    unpacks: int = 0
+    packed_bytes: int = 0
+    drops: int = 0
+    dropped_bytes: int = 0
+    rebuilds: int = 0
+    rebuilt_bytes: int = 0
+    rebuild_s: float = 0.0
+    replayed_ops: int = 0
+    boundary_evictions: int = 0
+    rescues: int = 0
+    rescued_bytes: int = 0
+    shortfalls: int = 0
+    shortfall_bytes: int = 0
+    audits: int = 0
+    audit_failures: int = 0
+    clones_on_write: int = 0
+    pumps: int = 0
+    plan_hits: int = 0
+    plan_misses: int = 0
+    exposed_bytes: int = 0
+    floor_bytes: int = 0
+    floor_op: str = ""
+    uncounted_bytes: int = 0
+    kept_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def from_counters(
+        cls, counters: Mapping[str, Any], *, peak_bytes: int, steps: int
+    ) -> StepTotals:
+        """Take the extension's counters over."""
+        known = {f.name for f in fields(cls)}
+        given = {name: value for name, value in counters.items() if name in known}
+        return cls(**given | {"peak_bytes": peak_bytes, "steps": steps})
+
+    def since(self, earlier: StepTotals) -> StepTotals:
+        """What happened between an earlier count and this one."""
+        levels = {
+            "peak_bytes",
+            "shortfall_bytes",
+            "exposed_bytes",
+            "floor_bytes",
+            "uncounted_bytes",
+        }
+        changes: dict[str, Any] = {}
+        for f in fields(self):
+            now, then = getattr(self, f.name), getattr(earlier, f.name)
+            if f.name in levels or isinstance(now, str):
+                continue
+            if isinstance(now, Mapping):
+                changes[f.name] = {key: now[key] - then.get(key, 0) for key in now}
+            else:
+                changes[f.name] = now - then
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """The last step and the totals of a runtime; prints as a table.
+
+    Args:
+        budget_bytes: the budget; 0 where none is kept.
+        policy, device: their names.
+        last: counts of the last step.
+        totals: counts of all steps.
+        activation_bytes: bytes of all saved values of the step recorded last.
+        ordinary_peak_bytes: what its peak would have been with nothing evicted.
+    """
+
+    budget_bytes: int
+    policy: str
+    device: str
+    last: StepTotals
+    totals: StepTotals
+    activation_bytes: int = 0
+    ordinary_peak_bytes: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain dicts and numbers."""
+        return asdict(self)
+
+    @property
+    def overshoot_bytes(self) -> int:
+        """How far the peak of any step lay above the budget; 0 where it never did."""
+        return max(0, self.totals.peak_bytes - self.budget_bytes) if self.budget_bytes else 0
+
+    def verdict(self) -> str:
+        """One sentence: what was saved, or why nothing was."""
+        last = self.last
+        if self.totals.steps == 0:
+            return "No step with saved tensors has run inside the runtime yet."
+        if self.budget_bytes == 0:
+            return "The policy evicts nothing; the step was only observed."
+        if self.overshoot_bytes:
+            held = (
+                f"; {format_bytes(last.exposed_bytes)} of saved tensors were held by code outside autograd"
+                if last.exposed_bytes
+                else ""
+            )
+            return (
+                f"The budget was passed by {format_bytes(self.overshoot_bytes)}: beside what cannot be evicted, "
+                f"{last.floor_op or 'one op'} needs {format_bytes(last.floor_bytes)}{held}."
+            )
+        if last.drops:
+            share = last.rebuild_s
+            return (
+                f"Freed {format_bytes(last.dropped_bytes)} in {last.drops} storages and recomputed "
+                f"{format_bytes(last.rebuilt_bytes)} of it in {format_seconds(share)}."
+            )
+        if last.packed_bytes == 0:
+            kept = {name: size for name, size in last.kept_bytes.items() if size}
+            if not kept:
+                return "Nothing was evicted: autograd saved nothing that the runtime could see."
+            worst = max(kept, key=lambda name: kept[name])
+            return (
+                f"Nothing could be evicted: all that was saved is kept, most of it "
+                f"({format_bytes(kept[worst])}) because it is {_REASONS[worst]}."
+            )
+        return (
+            f"Nothing had to be evicted: the step's peak of {format_bytes(last.peak_bytes)} "
+            "fits the budget."
+        )
+
+    def one_line(self) -> str:
+        """One line for a log."""
+        return (
+            f"step {self.totals.steps}: peak {format_bytes(self.last.peak_bytes)} of "
+            f"{format_bytes(self.budget_bytes)}, dropped {format_bytes(self.last.dropped_bytes)}, "
+            f"recompute {format_seconds(self.last.rebuild_s)}, rescues {self.last.rescues}"
+        )
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=f"delta_runtime: policy {self.policy} on {self.device}")
+        table.add_column("")
+        table.add_column("last step", justify="right")
+        table.add_column(f"{self.totals.steps} steps", justify="right")
+        last, totals = self.last, self.totals
+
+        def size(name: str, get: str) -> None:
+            table.add_row(
+                name, format_bytes(getattr(last, get)), format_bytes(getattr(totals, get))
+            )
+
+        def count(name: str, get: str) -> None:
+            table.add_row(name, f"{getattr(last, get):,}", f"{getattr(totals, get):,}")
+
+        if self.budget_bytes:
+            table.add_row(
+                "budget", format_bytes(self.budget_bytes), format_bytes(self.budget_bytes)
+            )
+        size("peak (allocator)", "peak_bytes")
+        if self.ordinary_peak_bytes:
+            table.add_row("peak with nothing evicted", format_bytes(self.ordinary_peak_bytes), "")
+            table.add_row("activations", format_bytes(self.activation_bytes), "")
+        table.add_row(
+            "over the budget",
+            format_bytes(max(0, last.peak_bytes - self.budget_bytes) if self.budget_bytes else 0),
+            format_bytes(self.overshoot_bytes),
+        )
+        size("managed", "packed_bytes")
+        size("dropped", "dropped_bytes")
+        size("recomputed", "rebuilt_bytes")
+        table.add_row(
+            "recompute time", format_seconds(last.rebuild_s), format_seconds(totals.rebuild_s)
+        )
+        count("ops run again", "replayed_ops")
+        count("rescues inside an allocation", "rescues")
+        for reason, words in _REASONS.items():
+            if totals.kept_bytes.get(reason):
+                table.add_row(
+                    f"kept: {words}",
+                    format_bytes(last.kept_bytes.get(reason, 0)),
+                    format_bytes(totals.kept_bytes[reason]),
+                )
+        if totals.exposed_bytes:
+            size("held outside autograd", "exposed_bytes")
+        if totals.uncounted_bytes:
+            size("not seen by the pool", "uncounted_bytes")
+        if last.floor_op:
+            table.add_row(
+                f"floor: {last.floor_op}",
+                format_bytes(last.floor_bytes),
+                format_bytes(totals.floor_bytes),
+            )
+        out = io.StringIO()
+        Console(file=out, width=100, force_terminal=False).print(table)
+        return f"{out.getvalue()}{self.verdict()}"

@@ -1,0 +1,124 @@
+"""The one place where the tests plug in the runtime.
+
+Covers: running a block under a mode of eviction, what the runtime did in it, the peak of live bytes, sabotage switches.
+Does not cover: the public API as such; its own tests use it directly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+MODES = ("ordinary", "drop_all", "random", "budget")
+
+SABOTAGES = (
+    "NO_RNG_RESTORE",
+    "EMPTY_AS_OP",
+    "INPLACE_WITHOUT_COPY",
+    "WRAPPED_NUMBER_LOST",
+    "PRE_WRITE_VALUE",
+    "NO_CLONE_ON_WRITE",
+)
+"""Ways to break recording and replaying on purpose, numbered from 1 as in csrc/op_info.h."""
+
+
+@dataclass(slots=True)
+class Probe:
+    """What the runtime did in a block; filled when the block ends.
+
+    Args:
+        rebuilt: values that were made again.
+        dropped_bytes: bytes freed by dropping.
+        packed: saved tensors seen.
+        reasons: bytes not managed, by reason.
+    """
+
+    rebuilt: int = 0
+    dropped_bytes: int = 0
+    packed: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Peak:
+    """The highest live bytes of a block, by the allocator's own count; filled when the block ends."""
+
+    peak_bytes: int = 0
+
+
+@contextlib.contextmanager
+def managed(mode: str, *, seed: int = 0, budget_bytes: int | None = None) -> Iterator[Probe]:
+    """Runs a block under a mode of eviction.
+
+    Args:
+        mode: "ordinary": no runtime at all. "drop_all": everything that can be dropped is dropped at once.
+            "random": a seeded random choice is dropped at random op boundaries. "budget": policy "recompute" under
+            `budget_bytes`.
+        seed: of mode "random".
+        budget_bytes: of mode "budget".
+    """
+    if mode not in MODES:
+        raise ValueError(f"unknown mode {mode!r}")
+    if (mode == "budget") != (budget_bytes is not None):
+        raise ValueError("mode 'budget' and no other takes budget_bytes")
+    probe = Probe()
+    if mode == "ordinary":
+        yield probe
+        return
+
+    import delta_runtime as delta
+    from delta_runtime.decide.policies import get_policy
+
+    if mode == "budget":
+        runtime = delta.Runtime(budget_bytes, policy="recompute", min_bytes=0)
+    elif mode == "drop_all":
+        runtime = delta.Runtime(policy="stress_drop_all", min_bytes=0)
+    else:
+        policy = dataclasses.replace(get_policy("stress_random"), seed=seed)
+        runtime = delta.Runtime(policy=policy, min_bytes=0)
+    try:
+        with runtime:
+            yield probe
+    finally:
+        totals = runtime.report().totals
+        runtime.close()
+        probe.rebuilt = totals.rebuilds
+        probe.dropped_bytes = totals.dropped_bytes
+        probe.packed = totals.packs
+        probe.reasons = dict(totals.kept_bytes)
+
+
+@contextlib.contextmanager
+def measured() -> Iterator[Peak]:
+    """Measures the peak of live bytes of a block."""
+    from delta_runtime import cpu_pool
+
+    cpu_pool.install()
+    cpu_pool.reset_peak()
+    peak = Peak()
+    try:
+        yield peak
+    finally:
+        peak.peak_bytes = cpu_pool.peak_bytes()
+
+
+def live_bytes() -> int:
+    """Live bytes of the CPU pool, counted from its installation."""
+    from delta_runtime import cpu_pool
+
+    cpu_pool.install()
+    return cpu_pool.allocated_bytes()
+
+
+@contextlib.contextmanager
+def sabotage(name: str) -> Iterator[None]:
+    """Breaks recording or replaying in one way for the duration of the block."""
+    from delta_runtime import _C
+
+    _C.set_sabotage(SABOTAGES.index(name) + 1)
+    try:
+        yield
+    finally:
+        _C.set_sabotage(0)

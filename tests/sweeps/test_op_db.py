@@ -1,0 +1,56 @@
+"""Gradients of PyTorch's op database have the same bits when what autograd saved is dropped and rebuilt.
+
+Each op and its in-place variant, float32 and float64, a few samples: everything dropped, and a seeded random choice
+dropped at random op boundaries. scripts/sweep_op_db.py runs more dtypes and all samples.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.support.fixtures import one_thread  # noqa: F401
+from tests.sweeps.rows import Outcome, Result, failures, op_rows, run_row
+
+CHUNKS = 16
+SAMPLES = 3
+
+# How many of the 667 rows have something to rebuild; a few less than were measured, since op_db changes with torch.
+LEAST_REBUILT = {torch.float64: 440, torch.float32: 440}
+
+_results: dict[tuple[torch.dtype, str], dict[str, Result]] = {}
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict:
+    return {dtype: op_rows(dtype) for dtype in LEAST_REBUILT}
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("mode", ["drop_all", "random"])
+@pytest.mark.parametrize("dtype", LEAST_REBUILT, ids=str)
+def test_same_bits(rows: dict, dtype: torch.dtype, mode: str, chunk: int) -> None:
+    results = {row.name: run_row(row, mode, SAMPLES) for row in rows[dtype][chunk::CHUNKS]}
+    _results.setdefault((dtype, mode), {}).update(results)
+    message = failures(results)
+    assert not message, f"{dtype}, {mode}: {message}"
+
+
+@pytest.mark.parametrize("dtype", LEAST_REBUILT, ids=str)
+def test_enough_rows_really_rebuilt_something(rows: dict, dtype: torch.dtype) -> None:
+    results = _results.get((dtype, "drop_all"), {})
+    if len(results) < len(rows[dtype]):
+        pytest.skip("only after all chunks, in one process")
+    outcomes = Counter(result.outcome for result in results.values())
+    assert outcomes[Outcome.REBUILT] >= LEAST_REBUILT[dtype], outcomes
+
+
+@pytest.mark.parametrize("dtype", LEAST_REBUILT, ids=str)
+def test_random_choices_rebuilt_something_too(rows: dict, dtype: torch.dtype) -> None:
+    results = _results.get((dtype, "random"), {})
+    if len(results) < len(rows[dtype]):
+        pytest.skip("only after all chunks, in one process")
+    outcomes = Counter(result.outcome for result in results.values())
+    assert outcomes[Outcome.REBUILT] >= LEAST_REBUILT[dtype] // 4, outcomes

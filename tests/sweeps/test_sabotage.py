@@ -1,0 +1,118 @@
+"""Proof that the comparisons can fail: each rule of recording and replaying, broken on purpose, gives wrong gradients.
+
+Each case is small and depends on exactly one rule. While the rule is kept it has the ordinary bits, while it is broken
+other bits or an error of the runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from tests.support.bitwise import Snapshot, difference, freeze
+from tests.support.fixtures import one_thread  # noqa: F401
+from tests.support.managed import SABOTAGES, managed, sabotage
+
+# Large blocks: the bytes of a freed one are not found again by chance.
+ELEMENTS = 1 << 16
+
+
+def _dropout(x: Tensor) -> Tensor:
+    """The mask comes from the random state of its first run."""
+    return F.dropout(x * 2.0, 0.5).tanh()
+
+
+def _empty_filled_by_foreign_code(x: Tensor) -> Tensor:
+    """The result of empty() is no recipe for what somebody else wrote there."""
+    weight = torch.empty(ELEMENTS)
+    weight.numpy()[:] = 3.0
+    return x * weight
+
+
+def _value_before_and_after_a_write(x: Tensor) -> Tensor:
+    """One rebuild needs a value as it was before a write and as it was after."""
+    with torch.no_grad():
+        a = x * 1.5
+        b, c = a.sin(), a.cos()
+        a.mul_(2.0)
+        # Whichever operand is rebuilt first, a value from before the write is read after it on the other side.
+        weight = (b * a) + (a * c)
+    return x * weight
+
+
+def _one_number_times_a_python_number(x: Tensor) -> Tensor:
+    """A Python number does not take part in type promotion as a tensor of its type would."""
+    weight = x.mean() * 0.3
+    return x * weight
+
+
+def _saved_result_of_an_op_in_place(x: Tensor) -> Tensor:
+    """sigmoid_ saves its result: the content after the write."""
+    return (x * 3.0).sigmoid_() * 2.0
+
+
+def _source_overwritten_after_use(x: Tensor) -> Tensor:
+    """What is rebuilt from a source needs the source as it was."""
+    table = _tables.pop()
+    y = x * (table * 2.0)
+    torch.zeros(1).add(
+        1.0
+    )  # an op boundary: the product is dropped, and the table is all that is left of it
+    table.zero_()
+    return y
+
+
+_tables: list[Tensor] = []
+
+CASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "NO_RNG_RESTORE": _dropout,
+    "EMPTY_AS_OP": _empty_filled_by_foreign_code,
+    "INPLACE_WITHOUT_COPY": _value_before_and_after_a_write,
+    "WRAPPED_NUMBER_LOST": _one_number_times_a_python_number,
+    "PRE_WRITE_VALUE": _saved_result_of_an_op_in_place,
+    "NO_CLONE_ON_WRITE": _source_overwritten_after_use,
+}
+
+
+def _spoil_freed_memory() -> None:
+    blocks = [torch.full((ELEMENTS,), 7.0) for _ in range(8)]
+    del blocks
+
+
+def _gradient(case: Callable[[Tensor], Tensor], mode: str) -> Snapshot:
+    x = torch.linspace(-1.0, 1.0, ELEMENTS, requires_grad=True)
+    _tables[:] = [torch.full((ELEMENTS,), 3.0)]
+    torch.manual_seed(11)
+    with managed(mode):
+        edge = get_gradient_edge(case(x))  # the output itself is let go
+        _spoil_freed_memory()
+        (gradient,) = torch.autograd.grad([edge], [x], [torch.linspace(1.0, 2.0, ELEMENTS)])
+        return {"gradient": freeze(gradient), "random state": freeze(torch.get_rng_state())}
+
+
+def test_every_switch_has_a_case() -> None:
+    assert set(CASES) == set(SABOTAGES)
+
+
+@pytest.mark.parametrize("name", SABOTAGES)
+def test_the_rule_kept_gives_the_ordinary_bits(name: str) -> None:
+    case = CASES[name]
+    assert difference(_gradient(case, "drop_all"), _gradient(case, "ordinary")) == ""
+
+
+@pytest.mark.parametrize("name", SABOTAGES)
+def test_the_rule_broken_is_noticed(name: str) -> None:
+    case = CASES[name]
+    ordinary = _gradient(case, "ordinary")
+    with sabotage(name):
+        try:
+            found = difference(_gradient(case, "drop_all"), ordinary)
+        except RuntimeError as error:
+            found = str(error)
+    assert found, f"{name} changed nothing: the comparison proves nothing about this rule"
+    assert difference(_gradient(case, "drop_all"), ordinary) == "", "the switch was not mended"

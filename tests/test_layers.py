@@ -1,0 +1,201 @@
+"""The direction of imports, and that the pure parts live without torch.
+
+The imports are read from the sources, those inside functions and under TYPE_CHECKING included. A
+part that does not exist yet passes.
+"""
+
+import ast
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "delta_runtime"
+PURE = ("core", "decide", "planners", "simulate", "report")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the modules of one part may import, besides themselves and the standard library."""
+
+    parts: frozenset[str] = frozenset()  # of delta_runtime
+    packages: frozenset[str] = frozenset()  # of others
+    lazy: frozenset[str] = frozenset()  # of others, inside functions only
+
+
+def _layer(parts: str = "", packages: str = "", lazy: str = "") -> Layer:
+    return Layer(*(frozenset(names.split()) for names in (parts, packages, lazy)))
+
+
+LAYERS = {
+    "core": _layer(packages="numpy"),
+    "config": _layer("core"),
+    "decide": _layer("core", "numpy scipy"),
+    "planners": _layer("core", "numpy scipy"),
+    "simulate": _layer("core decide", "numpy scipy"),
+    "report": _layer("core", "numpy scipy rich", lazy="matplotlib"),
+    "extension": _layer("core _C", "torch"),
+    "record": _layer("core extension _C", "numpy torch"),
+    "act": _layer("core extension _C", "numpy torch psutil", lazy="cupy cupyx"),
+    "cpu_pool": _layer("core extension _C", "numpy torch"),
+}
+"""Parts that are not here (runtime, integrations, the package itself) put the others together."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, by its full name."""
+
+    name: str
+    line: int
+    is_lazy: bool
+
+
+def imports_of(source: str, module: str, is_package: bool = False) -> list[Import]:
+    """Every import in a source text, relative ones resolved against the module's own name."""
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    found: list[Import] = []
+
+    def visit(node: ast.AST, is_lazy: bool) -> None:
+        if isinstance(node, ast.Import):
+            found.extend(Import(alias.name, node.lineno, is_lazy) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            # `from delta_runtime import x`: x may be the part.
+            names = [f"{name}.{alias.name}" for alias in node.names]
+            is_own_root = name == "delta_runtime"
+            found.extend(
+                Import(each, node.lineno, is_lazy) for each in (names if is_own_root else [name])
+            )
+        inside = is_lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            visit(child, inside)
+
+    visit(ast.parse(source), False)
+    return found
+
+
+def breaches_of(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What a module imports although its layer may not."""
+    part = (module.split(".") + [""])[1]
+    layer = LAYERS.get(part)
+    if layer is None:
+        return []
+    breaches = []
+    for each in imports_of(source, module, is_package):
+        top, _, rest = each.name.partition(".")
+        if top == "delta_runtime":
+            allowed = rest.partition(".")[0] in layer.parts | {part}
+        else:
+            allowed = (
+                top in sys.stdlib_module_names
+                or top in layer.packages
+                or (each.is_lazy and top in layer.lazy)
+            )
+        if not allowed:
+            breaches.append(f"{module}:{each.line} imports {each.name}")
+    return breaches
+
+
+def _module_name(path: Path) -> str:
+    names = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(names[:-1] if names[-1] == "__init__" else names)
+
+
+def _sources(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+def test_imports_follow_the_layers():
+    breaches = [
+        breach
+        for path in _sources(PACKAGE)
+        for breach in breaches_of(
+            path.read_text(encoding="utf-8"), _module_name(path), path.name == "__init__.py"
+        )
+    ]
+    assert not breaches, "\n".join(breaches)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("delta_runtime.core.units", "import torch"),
+        ("delta_runtime.core.units", "def f():\n    import torch.nn as nn"),
+        ("delta_runtime.core.units", "from ..decide import ledger"),
+        ("delta_runtime.core.units", "from delta_runtime import config"),
+        ("delta_runtime.core.units", "import scipy.optimize"),
+        ("delta_runtime.config", "from delta_runtime.runtime import Runtime"),
+        ("delta_runtime.decide.ledger", "from delta_runtime.act import executor"),
+        ("delta_runtime.decide.ledger", "if True:\n    from .. import _C"),
+        ("delta_runtime.planners.rotor", "from delta_runtime.decide import ledger"),
+        ("delta_runtime.report.plots", "import matplotlib.pyplot"),
+        ("delta_runtime.record.recorder", "import delta_runtime.decide.ledger"),
+        ("delta_runtime.act.host", "import cupy"),
+        ("delta_runtime.act.host", "from ..record import recorder"),
+    ],
+)
+def test_a_breach_is_found(module, source):
+    assert len(breaches_of(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("delta_runtime.core.units", "import os.path, numpy as np\nfrom . import errors"),
+        ("delta_runtime.decide.ledger", "from ..core.model import Residency\nimport numpy"),
+        ("delta_runtime.simulate.run", "from delta_runtime.decide.ledger import Ledger"),
+        ("delta_runtime.report.plots", "import rich\ndef f():\n    import matplotlib.pyplot"),
+        ("delta_runtime.record.recorder", "import torch\nfrom .. import _C"),
+        ("delta_runtime.runtime", "import torch\nfrom .act import executor"),
+    ],
+)
+def test_an_allowed_import_passes(module, source):
+    assert breaches_of(source, module) == []
+
+
+def test_relative_imports_of_a_package_are_its_own():
+    assert breaches_of("from .ledger import Ledger", "delta_runtime.decide", is_package=True) == []
+    assert breaches_of("from ..act import x", "delta_runtime.decide", is_package=True) != []
+
+
+def test_only_config_names_the_variables():
+    """No other module holds the name of a DELTA_* variable as a text."""
+    culprits = [
+        f"{_module_name(path)}:{node.lineno} {node.value}"
+        for path in _sources(PACKAGE)
+        if path.name != "config.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if node.value.startswith("DELTA_") and node.value.replace("_", "").isalpha()
+    ]
+    assert not culprits, "\n".join(culprits)
+
+
+def test_pure_parts_import_without_torch():
+    modules = ["delta_runtime", "delta_runtime.config", "delta_runtime_autoload"]
+    modules += [_module_name(path) for part in PURE for path in _sources(PACKAGE / part)]
+    program = (
+        "import importlib, sys\n"
+        "for name in ('torch', 'delta_runtime._C'):\n"
+        "    sys.modules[name] = None\n"
+        f"for name in {modules!r}:\n"
+        "    importlib.import_module(name)\n"
+        "assert 'matplotlib' not in sys.modules, 'matplotlib is imported lazily'\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_autoload_imports_nothing_but_os_until_it_is_called():
+    source = (ROOT / "delta_runtime_autoload.py").read_text(encoding="utf-8")
+    at_import = [each.name for each in imports_of(source, "delta_runtime_autoload")]
+    eager = [e.name for e in imports_of(source, "delta_runtime_autoload") if not e.is_lazy]
+    assert eager == ["os"]
+    assert "delta_runtime.runtime" in at_import
