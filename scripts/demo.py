@@ -222,7 +222,10 @@ def time_in_turns(
 
 @dataclass(frozen=True, slots=True)
 class PlainRun:
-    """What scripts/train_plain.py printed, and the most memory its process held, by the kernel's count."""
+    """What scripts/train_plain.py printed, and the most memory its process held, by the kernel's count.
+
+    `resident_bytes` is 0 where the kernel does not tell.
+    """
 
     losses: tuple[str, ...]
     told: str
@@ -234,6 +237,16 @@ def environment_works() -> bool:
     """Whether `import torch` finds delta_runtime: whether the package is installed."""
     points = importlib.metadata.entry_points(group="torch.backends")
     return any(point.name == "delta_runtime" for point in points)
+
+
+def _high_water_bytes(process: int) -> int:
+    """The most memory that a living process ever held. Its rusage would count the process that forked it too."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return 0
+    found = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")]
+    return int(found[0]) * 1024 if found else 0
 
 
 def run_plain(model: str, steps: int, budget_bytes: int | None = None) -> PlainRun:
@@ -250,24 +263,23 @@ def run_plain(model: str, steps: int, budget_bytes: int | None = None) -> PlainR
     given = " ".join(f"{name}={environ[name]} " for name in environ if name.startswith("DELTA_"))
     console.print(f"[bold]$ {given}python {' '.join(arguments)}", markup=True)
     losses = []
+    resident_bytes = 0
     with tempfile.TemporaryFile("w+") as told:
-        child = subprocess.Popen(
+        with subprocess.Popen(
             [sys.executable, *arguments],
             cwd=ROOT,
             env=environ,
             stdout=subprocess.PIPE,
             stderr=told,
             text=True,
-        )
-        assert child.stdout is not None
-        for line in child.stdout:
-            console.print(f"  {line.rstrip()}", markup=False)
-            losses.append(line.split()[-1])
-        _, status, usage = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-        child.stdout.close()
+        ) as child:
+            assert child.stdout is not None
+            for line in child.stdout:
+                resident_bytes = _high_water_bytes(child.pid) or resident_bytes
+                console.print(f"  {line.rstrip()}", markup=False)
+                losses.append(line.split()[-1])
         told.seek(0)
-        return PlainRun(tuple(losses), told.read(), usage.ru_maxrss * 1024, child.returncode)
+        return PlainRun(tuple(losses), told.read(), resident_bytes, child.returncode)
 
 
 # ------------------------------------------------------------------------------------------ what is shown

@@ -154,7 +154,7 @@ def byte_windows(seed: int, index: int, batch_size: int, length: int) -> Batch:
 
 # --------------------------------------------------------------------------------------------- M1: ResNet-50
 
-M1_BATCH_SIZE = 20
+M1_BATCH_SIZE = 32
 M1_PIXELS = 160
 
 

@@ -1,14 +1,14 @@
-"""What to drop in a step whose graph is known: a greedy cover of the memory that is too much.
+"""What to drop in a step whose graph is known.
 
-At each op `i` of the recorded step, `ordinary + watermark - budget` bytes have to be away. Dropping a
+At each op of the recorded step, `ordinary + watermark - budget` bytes have to be away. Dropping a
 saved value covers its bytes from after its last use in forward until it is needed again: at its own
 first unpack, or earlier when a dropped value downstream is rebuilt from it. It costs the seconds of
-the op that made it and of the unsaved ops in between; each runs once, for what is rebuilt stays.
-The greedy choice takes the least seconds per byte and excess covered, then takes back what turned
-out not to be needed (reverse delete).
+the op that made it and of the unsaved ops in between. A value that was rebuilt early may be dropped
+once more until its own use (`again`), at the cost of a second rebuild.
 
-It is not optimal, and it knows nothing of what rebuilding itself holds; the runtime's own eviction
-is the judge of that. `planners` will hold the exact algorithms.
+Three stages: a lazy greedy cover (least seconds per byte and op covered); where that is not enough,
+a local search on a simulation of the whole backward pass, with `again` as a move; then whatever
+turned out not to be needed is taken back. It is a heuristic: `planners` will hold the exact ones.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from delta_runtime.core.graph import Floats, Ints, StepGraph
 Mask = npt.NDArray[np.bool_]
 
 _EPSILON_S = 1e-7  # no op is free
+_MOST_WORK = 400_000  # uses played in the local search: about half a second
 _PLANNED = 1e-4  # weight of a planned drop relative to an unplanned one: it goes first
 
 
@@ -34,14 +35,16 @@ class Foresight:
     Args:
         weights: of each value, for the victim queue; smallest goes first.
         rebuilt_weights: the same once the value was rebuilt.
-        planned: which saved values (indices into `graph.saved`) are to be dropped.
-        predicted_seconds: seconds of rebuilding, with each op run once.
+        planned: which saved values (rows of `graph.saved`) are to be dropped.
+        again: which of them are to be dropped once more when they were rebuilt early.
+        predicted_seconds: seconds of rebuilding.
         predicted_peak_bytes: highest live bytes expected; above the budget where no cover was found.
     """
 
     weights: Floats
     rebuilt_weights: Floats
     planned: Mask
+    again: Mask
     predicted_seconds: float
     predicted_peak_bytes: int
 
@@ -116,17 +119,16 @@ class _Cover:
         self.excess = (graph.op_ordinary_bytes + graph.op_watermark_bytes - budget_bytes).astype(
             np.float64
         )
-        self.infeasible = self._give_up()
+        self.original_excess = self.excess.copy()
+        self._give_up()
 
-    def _give_up(self) -> Floats:
-        """Takes out of `excess` what no choice can cover: reported, but not chased."""
+    def _give_up(self) -> None:
+        """Takes out of `excess` what no choice can cover: it must not drive the greedy choice."""
         most = np.zeros(len(self.excess) + 1)
         away = self.recipes.possible & (self.own_need > self.begin)
         np.add.at(most, self.begin[away], self.bytes[away])
         np.add.at(most, self.own_need[away], -self.bytes[away])
-        lost = np.maximum(self.excess - np.cumsum(most)[:-1], 0)
-        self.excess -= lost
-        return lost
+        self.excess -= np.maximum(self.excess - np.cumsum(most)[:-1], 0)
 
     def marginal_seconds(self, page: int) -> float:
         ops = self.recipes.ops[page]
@@ -179,16 +181,6 @@ class _Cover:
         self.planned[page] = True
         self.run_op[self.recipes.ops[page]] += 1
 
-    def take_back(self, page: int) -> bool:
-        """Keeps a page after all, if everything still fits. Needs that it brought forward stay so."""
-        span = slice(int(self.begin[page]), max(int(self.begin[page]), int(self.need[page])))
-        if (self.excess[span] + self.bytes[page]).max(initial=-np.inf) > 0:
-            return False
-        self.excess[span] += self.bytes[page]
-        self.planned[page] = False
-        self.run_op[self.recipes.ops[page]] -= 1
-        return True
-
 
 def _choose(cover: _Cover) -> None:
     """Takes the page with the least seconds per covered byte-op until nothing is too much.
@@ -219,6 +211,158 @@ def _choose(cover: _Cover) -> None:
             added = True
 
 
+@dataclass(frozen=True, eq=False)
+class _Outcome:
+    """What a choice leads to: seconds of rebuilding, and bytes too much at each op."""
+
+    seconds: float
+    excess: Floats
+
+    @property
+    def area(self) -> float:
+        return float(np.maximum(self.excess, 0).sum())
+
+
+def _work_bytes(graph: StepGraph, recipes: _Recipes) -> list[float]:
+    """What rebuilding each saved value holds for a moment, beside the value and its saved parents."""
+    made_bytes = np.bincount(graph.value_op, weights=graph.value_bytes, minlength=graph.n_ops)
+    workspace = np.maximum(graph.op_watermark_bytes - made_bytes, 0)
+    work = []
+    for page, ops in enumerate(recipes.ops):
+        passing = made_bytes[ops].sum() - graph.value_bytes[graph.saved[page]]
+        work.append(float(passing + workspace[ops].max(initial=0)))
+    return work
+
+
+class _Simulation:
+    """Plays backward with a choice of drops, as the runtime would without any further pressure."""
+
+    def __init__(self, cover: _Cover) -> None:
+        graph = cover.graph
+        self.cover = cover
+        self.bytes = cover.bytes
+        self.base = (cover.original_excess).copy()
+        self.begin = cover.begin.tolist()
+        self.made_at = graph.saved.tolist()
+        self.own_need = cover.own_need.tolist()
+        self.seconds = [float(graph.op_seconds[ops].sum()) for ops in cover.recipes.ops]
+        self.work_bytes = _work_bytes(graph, cover.recipes)
+        self.parents = [parents.tolist() for parents in cover.recipes.parents]
+        self.gone = np.searchsorted(graph.op_tick, graph.released_at, side="right").tolist()
+        uses = [
+            (int(at), page)
+            for page in range(len(graph.saved))
+            for at in np.searchsorted(
+                graph.op_tick,
+                graph.uses[graph.use_offsets[page] : graph.use_offsets[page + 1]],
+                side="right",
+            )
+            - 1
+        ]
+        self.uses = sorted(uses)
+
+    def play(self, dropped: Mask, again: Mask) -> _Outcome:
+        n_ops = len(self.base)
+        away = np.zeros(n_ops + 1)
+        extra: dict[int, float] = {}
+        resident = (~dropped).tolist()
+        once_more = again.tolist()
+        for page in np.flatnonzero(dropped).tolist():
+            away[self.begin[page]] += self.bytes[page]
+            # What is never asked for stays away.
+        seconds = 0.0
+        for at, page in self.uses:
+            if resident[page] and self.gone[page] >= at:
+                continue
+            todo, stack = {page}, [page]
+            while stack:
+                for parent in self.parents[stack.pop()]:
+                    there = resident[parent] and self.gone[parent] >= at
+                    if not there and parent not in todo:
+                        todo.add(parent)
+                        stack.append(parent)
+            order = sorted(todo, key=self.made_at.__getitem__)  # parents first
+            last_reader = {
+                parent: made for made in order for parent in self.parents[made] if parent in todo
+            }
+            most, passing = 0.0, 0.0
+            ends: dict[int, list[float]] = {}
+            for made in order:
+                seconds += self.seconds[made]
+                most = max(most, passing + self.work_bytes[made])
+                if made != page and (
+                    (once_more[made] and self.own_need[made] > at) or self.gone[made] < at
+                ):
+                    passing += self.bytes[made]
+                    ends.setdefault(last_reader.get(made, made), []).append(self.bytes[made])
+                    most = max(most, passing)
+                elif not resident[made]:
+                    resident[made] = True
+                    away[max(at, self.begin[made])] -= self.bytes[made]
+                passing -= sum(ends.pop(made, ()))
+            extra[at] = max(extra.get(at, 0.0), most)
+        excess = self.base - np.cumsum(away)[:-1]
+        if extra:
+            # Rebuilding happens before the op: beside what is live then, but not beside the op's own needs.
+            at_ops = np.fromiter(extra, dtype=np.int64)
+            need = np.fromiter(extra.values(), dtype=np.float64)
+            own = self.cover.graph.op_watermark_bytes[np.minimum(at_ops + 1, n_ops - 1)]
+            np.maximum.at(excess, at_ops, excess[at_ops] + np.maximum(need - own, 0))
+        return _Outcome(seconds, excess)
+
+
+def _search(simulation: _Simulation, dropped: Mask, again: Mask) -> _Outcome:
+    """Adds drops, and second drops, where the simulation is still over the budget."""
+    cover = simulation.cover
+    best = simulation.play(dropped, again)
+    plays = 1
+    allowed = max(64, _MOST_WORK // max(1, len(simulation.uses)))
+    tried_in_vain = np.zeros(len(best.excess), dtype=bool)
+    while plays < allowed:
+        open_excess = np.where(tried_in_vain, 0, best.excess)
+        worst = int(np.argmax(open_excess))
+        if open_excess[worst] <= 0:
+            break
+        spanning = (cover.begin <= worst) & (cover.own_need > worst) & cover.recipes.possible
+        moves = [(page, False) for page in np.flatnonzero(spanning & ~dropped).tolist()]
+        moves += [(page, True) for page in np.flatnonzero(spanning & dropped & ~again).tolist()]
+        found: tuple[float, int, bool, _Outcome] | None = None
+        for page, second in moves:
+            mask = again if second else dropped
+            mask[page] = True
+            outcome = simulation.play(dropped, again)
+            mask[page] = False
+            plays += 1
+            gained = best.area - outcome.area
+            if gained > 0:
+                score = (max(outcome.seconds - best.seconds, 0) + _EPSILON_S) / gained
+                if found is None or score < found[0]:
+                    found = (score, page, second, outcome)
+        if found is None:
+            tried_in_vain[worst] = True
+            continue
+        (again if found[2] else dropped)[found[1]] = True
+        best = found[3]
+        tried_in_vain[:] = False
+    return best
+
+
+def _prune(simulation: _Simulation, dropped: Mask, again: Mask, best: _Outcome) -> _Outcome:
+    """Takes back, dearest first, what is not needed for the excess to be as small as it is."""
+    order = np.argsort([-seconds for seconds in simulation.seconds])
+    for mask in (again, dropped):
+        for page in order.tolist():
+            if not mask[page] or (mask is dropped and again[page]):
+                continue
+            mask[page] = False
+            outcome = simulation.play(dropped, again)
+            if outcome.area <= best.area and outcome.seconds <= best.seconds:
+                best = outcome
+            else:
+                mask[page] = True
+    return best
+
+
 def foresee(graph: StepGraph, budget_bytes: int) -> Foresight:
     """Choose what to drop in the next step that is like `graph`.
 
@@ -231,24 +375,21 @@ def foresee(graph: StepGraph, budget_bytes: int) -> Foresight:
     """
     cover = _Cover(graph, budget_bytes)
     _choose(cover)
-    own_seconds = np.array([graph.op_seconds[ops].sum() for ops in cover.recipes.ops])
-    for page in np.argsort(-own_seconds):
-        if cover.planned[page]:
-            cover.take_back(int(page))
-    ratio = own_seconds / np.maximum(cover.bytes, 1)
-    rebuilt = np.full(graph.n_values, np.inf)
-    rebuilt[graph.saved] = ratio
-    weights = rebuilt.copy()
-    weights[graph.saved] = np.where(cover.planned, ratio * _PLANNED, ratio)
-    ran = np.zeros(graph.n_ops, dtype=bool)
-    for page in np.flatnonzero(cover.planned):
-        ran[cover.recipes.ops[page]] = True
+    simulation = _Simulation(cover)
+    dropped = cover.planned.copy()
+    again = np.zeros(len(dropped), dtype=bool)
+    outcome = _search(simulation, dropped, again)
+    outcome = _prune(simulation, dropped, again, outcome)
+    ratio = np.array(simulation.seconds) / np.maximum(cover.bytes, 1)
+    weights = np.full(graph.n_values, np.inf)
+    rebuilt = weights.copy()
+    weights[graph.saved] = np.where(dropped, ratio * _PLANNED, ratio)
+    rebuilt[graph.saved] = np.where(again, ratio * _PLANNED, ratio)
     return Foresight(
         weights=weights,
         rebuilt_weights=rebuilt,
-        planned=cover.planned,
-        predicted_seconds=float(graph.op_seconds[ran].sum()),
-        predicted_peak_bytes=int(
-            budget_bytes + (cover.excess + cover.infeasible).max(initial=-budget_bytes)
-        ),
+        planned=dropped,
+        again=again,
+        predicted_seconds=outcome.seconds,
+        predicted_peak_bytes=int(budget_bytes + outcome.excess.max(initial=-budget_bytes)),
     )

@@ -37,7 +37,8 @@ from tests.support.bitwise import Snapshot, difference, freeze_all, random_state
 from tests.support.managed import managed
 
 NOT_REPEATABLE = frozenset({"linalg.lstsq"})
-"""Ops whose gradients differ from one ordinary run to the next (uninitialised memory)."""
+"""Ops whose bits differ between two ordinary runs: lstsq's depend on where its blocks happen to lie in memory, in about
+one of twenty samples. Such a row is run all the same, and errors count, but differences do not."""
 
 
 class Outcome(enum.Enum):
@@ -280,12 +281,11 @@ def run_row(row: Row, mode: str, samples: int) -> Result:
                     outcome = Outcome.ERROR
                     detail = f"case {index}: {traceback.format_exc(limit=-2)}"
                     break
-                if found:
+                if found and row.op in NOT_REPEATABLE:
+                    outcome = Outcome.NOT_REPEATABLE
+                elif found:
                     outcome, detail = Outcome.MISMATCH, f"case {index}: {found}"
                     break
-        if outcome is Outcome.MISMATCH and row.op in NOT_REPEATABLE:
-            if any(difference(case()(), wanted) for case, wanted in zip(cases, expected)):
-                outcome = Outcome.NOT_REPEATABLE
         if outcome is Outcome.NOTHING_TO_REBUILD and probe.rebuilt > 0:
             outcome = Outcome.REBUILT
         return Result(outcome, probe.rebuilt, len(cases), detail)
