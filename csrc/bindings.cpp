@@ -227,6 +227,7 @@ void bind_session(py::module_& m) {
       .def("leave", &Session::leave)
       .def("begin_step", &Session::begin_step)
       .def("end_step", &Session::end_step)
+      .def("forget_past", &Session::forget_past)
       .def("mark_written", &Session::mark_written)
       .def("drop_all", &Session::drop_all)
       .def("restore_all", &Session::restore_all, py::call_guard<py::gil_scoped_release>())

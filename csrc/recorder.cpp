@@ -233,8 +233,8 @@ void Session::leave() {
 }
 
 void Session::begin_step() {
+  forget_past();
   Guard guard(*this);
-  sweep();
   ++step_;
   step_begin_tick_ = tick_;
   next_key_ = 0;
@@ -247,8 +247,8 @@ void Session::begin_step() {
 }
 
 void Session::end_step() {
+  forget_past();
   Guard guard(*this);
-  sweep();
   emit(EventKind::Step, nullptr, 0, 0);
 }
 
@@ -349,8 +349,7 @@ bool Session::begin_op(OpInfo* info, c10::ArrayRef<const c10::IValue> inputs) {
             {page, inference ? c10::VariableVersion() : t.unsafeGetTensorImpl()->version_counter(),
              version_of(t), !inference, static_cast<int16_t>(argument),
              static_cast<int16_t>(index)});
-        if (page->current->anchor &&
-            storage_of(t) == page->current->anchor.unsafeGetStorageImpl()) {
+        if (needs_clone(*page)) {
           to_clone.push_back(page->current);
         }
       }
@@ -406,8 +405,7 @@ bool Session::begin_op(OpInfo* info, c10::ArrayRef<const c10::IValue> inputs) {
         }
         Page* page = find_page(storage_of(t));
         if (page != nullptr) {
-          if (page->current->anchor &&
-              storage_of(t) == page->current->anchor.unsafeGetStorageImpl()) {
+          if (needs_clone(*page)) {
             to_clone.push_back(page->current);
           }
           set_unknown_content(*page, t);
@@ -817,6 +815,21 @@ void Session::set_unknown_content(Page& page, const at::Tensor& t) {
   }
 }
 
+// Whether what is about to be overwritten is an anchored source that some record can still reach.
+// Lets go of an anchor that none can.
+bool Session::needs_clone(Page& page) {
+  Value& value = *page.current;
+  if (!value.anchor || value.anchor.unsafeGetStorageImpl() != page.weak._unsafe_get_target()) {
+    return false;
+  }
+  if (page.current.use_count() > 1) {
+    return true;
+  }
+  thread_trash().take(std::move(value.anchor));
+  value.anchor = c10::Storage();
+  return false;
+}
+
 bool Session::storage_alive(const Value& v) const {
   return v.home != nullptr && v.home->residency == Residency::Resident &&
          (v.home->strong || !v.home->weak.expired());
@@ -827,9 +840,35 @@ bool Session::content_unchanged(const Page& page) const {
          static_cast<int64_t>(page.version_counter.current_version()) <= page.version;
 }
 
+// Between steps: what no ticket needs is a source from here on, so that a loss that is kept does
+// not keep the records of its whole step, and with them the anchors of the weights.
+void Session::forget_past() {
+  Guard guard(*this);
+  for (int pass = 0; pass < 2;
+       ++pass) {  // the first may free what the second then finds unreachable
+    for (auto& [storage, page] : pages_) {
+      if (page->tickets == 0 && page->current->producer && page->current.use_count() == 1) {
+        auto source = c10::make_intrusive<Value>();
+        source->bytes = page->bytes;
+        source->input = true;
+        if (page->version_known && !page->many_counters) {
+          source->version_counter = page->version_counter;
+          source->version = page->version;
+        }
+        page->set_current(std::move(source));
+      }
+    }
+  }
+  sweep();
+}
+
 void Session::sweep() {
   for (auto it = pages_.begin(); it != pages_.end();) {
     Page& page = *it->second;
+    if (page.current->anchor && page.current.use_count() == 1) {
+      thread_trash().take(std::move(page.current->anchor));  // no record can reach it any more
+      page.current->anchor = c10::Storage();
+    }
     if (page.tickets == 0 && page.weak.expired()) {
       if (page.uncounted_bytes > 0) {
         charge_uncounted(page, 0);

@@ -246,6 +246,7 @@ struct Session : c10::intrusive_ptr_target {
 
   Page* page_of(const at::Tensor& t);  // under the lock; makes a source of what is unknown
   Page* find_page(const c10::StorageImpl* storage);
+  bool needs_clone(Page& page);
   bool storage_alive(const Value& v) const;
   bool content_unchanged(const Page& page) const;
   void set_unknown_content(Page& page, const at::Tensor& t);
@@ -253,6 +254,7 @@ struct Session : c10::intrusive_ptr_target {
             int reason = 0);
   void set_budget(int64_t bytes);
   void charge_uncounted(Page& page, int64_t bytes);
+  void forget_past();
   void sweep();  // forgets pages whose storage is gone
   void add_candidate(Page& page);
   void remove_candidate(Page& page);

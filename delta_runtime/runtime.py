@@ -301,6 +301,7 @@ class Runtime:
             return  # a closure runs forward and backward inside the optimizer's step
         if self._session.counters()["dropped_now_bytes"]:
             self._session.restore_all()
+        self._session.forget_past()
         self._session.set_taping(False)
 
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+for _name in [name for name in os.environ if name.startswith("DELTA_")]:
+    del os.environ[_name]  # read when torch is imported: a budget from outside would disturb
 
 import torch
 from rich.console import Console
@@ -33,7 +36,7 @@ import delta_runtime as delta
 from delta_runtime import _C, cpu_pool
 from delta_runtime.core.units import format_bytes, format_seconds
 from delta_runtime.decide.policies import POLICIES
-from scripts.bench_recompute import (  # first: it cleans the environment before torch is imported
+from scripts.bench_recompute import (
     BENCH_WORKLOADS,
     SEED,
     Measured,
