@@ -25,6 +25,7 @@ std::atomic<int64_t> g_allocations{0};
 std::atomic<int64_t> g_rescues{0};
 std::atomic<int64_t> g_rescued_bytes{0};
 std::atomic<int64_t> g_overshoot_peak{0};
+std::atomic<int64_t> g_refused{0};
 std::atomic<RescueFn> g_rescue{nullptr};
 std::atomic<bool> g_rescue_enabled{true};
 std::atomic<bool> g_soft_limit_is_hard{false};
@@ -120,9 +121,14 @@ class PoolAllocator final : public c10::Allocator {
       }
       if (live > capacity) {
         g_live.fetch_sub(bytes, std::memory_order_relaxed);
-        TORCH_CHECK_WITH(OutOfMemoryError, false, "CPU pool out of memory: tried to allocate ",
-                         bytes, " bytes with ", live - bytes, " bytes live and a capacity of ",
-                         capacity, " bytes (delta_runtime.cpu_pool).");
+        g_refused.store(live);
+        const bool strict = capacity == soft && g_soft_limit_is_hard.load();
+        TORCH_CHECK_WITH(OutOfMemoryError, false,
+                         strict ? "delta_runtime BudgetInfeasible (strict): the budget is used up: "
+                                : "CPU pool out of memory: ",
+                         "tried to allocate ", bytes, " bytes with ", live - bytes,
+                         " bytes live and a ", strict ? "budget" : "capacity", " of ", capacity,
+                         " bytes (delta_runtime.cpu_pool).");
       }
     }
   }
@@ -165,6 +171,7 @@ int64_t window_rescued_bytes() { return g_window_rescued.load(std::memory_order_
 
 int64_t rescue_count() { return g_rescues.load(); }
 int64_t rescued_bytes() { return g_rescued_bytes.load(); }
+int64_t take_refused_bytes() { return g_refused.exchange(0); }
 int64_t overshoot_peak_bytes() { return g_overshoot_peak.load(); }
 void reset_counters() {
   g_rescues.store(0);

@@ -51,6 +51,8 @@ int64_t window_rescued_bytes();
 
 int64_t rescue_count();
 int64_t rescued_bytes();
+int64_t
+take_refused_bytes();  // what the last refused allocation would have made live; 0 after it was read
 int64_t overshoot_peak_bytes();  // how far live bytes went above the soft limit at the worst
 void reset_counters();
 

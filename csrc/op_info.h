@@ -69,7 +69,7 @@ enum class Sabotage : int {
   EmptyAsOp = 2,
   InplaceWithoutCopy = 3,
   WrappedNumberLost = 4,
-  PreWriteValue = 5,
+  PreWriteValue = 5,  // in-place ops are left out at replay
   NoCloneOnWrite = 6,
 };
 Sabotage sabotage();

@@ -506,6 +506,9 @@ void Session::end_op(c10::ArrayRef<const c10::IValue> outputs) {
   }
   if (options_.budget_bytes > 0) {
     int64_t stuck = open.live_bytes - managed_resident_bytes_ + watermark;
+    if (threw && options_.device.is_cpu()) {
+      stuck = std::max(stuck, cpu_pool::take_refused_bytes() + uncounted_bytes_);
+    }
     if (stuck > counters_.floor_bytes) {
       counters_.floor_bytes = stuck;
       counters_.floor_op = info->name.c_str();
@@ -865,10 +868,6 @@ void Session::forget_past() {
 void Session::sweep() {
   for (auto it = pages_.begin(); it != pages_.end();) {
     Page& page = *it->second;
-    if (page.current->anchor && page.current.use_count() == 1) {
-      thread_trash().take(std::move(page.current->anchor));  // no record can reach it any more
-      page.current->anchor = c10::Storage();
-    }
     if (page.tickets == 0 && page.weak.expired()) {
       if (page.uncounted_bytes > 0) {
         charge_uncounted(page, 0);
@@ -876,6 +875,12 @@ void Session::sweep() {
       it = pages_.erase(it);
     } else {
       ++it;
+    }
+  }  // Only now: the pages that went may have been the last to reach these.
+  for (auto& [storage, page] : pages_) {
+    if (page->current->anchor && page->current.use_count() == 1) {
+      thread_trash().take(std::move(page->current->anchor));
+      page->current->anchor = c10::Storage();
     }
   }
 }

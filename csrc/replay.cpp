@@ -231,9 +231,11 @@ std::vector<c10::Storage> run(OpRecord& op, Plan& plan) {
       break;
     }
   }
-  {
+  if (inputs.empty() || sabotage() != Sabotage::PreWriteValue) {
     RecordedContext context(op);
     op.info->handle.callBoxed(&stack);
+  } else {
+    stack.assign(op.info->n_returns, c10::IValue());  // the in-place op is left out
   }
   std::vector<c10::Storage> made(op.outputs.size());
   for (size_t i = 0; i < op.outputs.size(); ++i) {

@@ -114,7 +114,7 @@ void Session::pack(const at::Tensor& t, Ticket& ticket) {
     for (auto& w : open.written) {
       written |= w.page == page;
     }
-    if (page == nullptr || (written && sabotage() != Sabotage::PreWriteValue)) {
+    if (page == nullptr || written) {
       ticket.kept = at::Tensor(t.tensor_data());
       ticket.state = Ticket::State::Pending;
       open.pending.push_back(&ticket);
@@ -213,6 +213,7 @@ void Session::release(Ticket& ticket) {
     }
   }
   c10::intrusive_ptr<Page> page;
+  bool last = false;
   {
     Guard guard(*this);
     --live_tickets_;
@@ -225,6 +226,7 @@ void Session::release(Ticket& ticket) {
       }
       emit(EventKind::Released, page.get(), page->bytes, 0, page->current->key);
       managed_.erase(page->id);
+      last = managed_.empty() && !entered_;
       if (page->residency == Residency::Dropped) {
         pages_.erase(page->strong.unsafeGetStorageImpl());
         if (page->current->home == page.get()) {
@@ -237,6 +239,9 @@ void Session::release(Ticket& ticket) {
     // The last owner of a page may be this ticket; the chain of records behind it dies under the
     // lock.
     page.reset();
+  }
+  if (last) {
+    forget_past();  // no step will come to let the anchors go
   }
 }
 

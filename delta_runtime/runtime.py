@@ -23,10 +23,10 @@ import sys
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import psutil
@@ -61,6 +61,8 @@ CALIBRATION_STEPS = 3
 MOST_PLANS = 16
 """Graphs whose plans are remembered: alternating input shapes keep theirs."""
 _AUTO_MARGIN = 0.05
+
+HookPair: TypeAlias = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 _entered: Runtime | None = None
 _entered_lock = threading.Lock()
@@ -179,6 +181,7 @@ class Runtime:
         self._in_step = False
         self._closed = False
         self._warned_over = False
+        self._attached = False
         self._thread = 0
         self._hook_handles: list[Any] = []
 
@@ -194,7 +197,8 @@ class Runtime:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._leave(error)
+        if not self._closed:
+            self._leave(error)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[Runtime]:
@@ -219,9 +223,12 @@ class Runtime:
             raise
         finally:
             self._in_step = False
-            self._finish_step()
-            self._session.set_boundary(self._on_boundary)
-            self._leave(error)
+            if not self._closed:  # else close() has left already
+                try:
+                    self._finish_step()
+                finally:
+                    self._session.set_boundary(self._on_boundary)
+                    self._leave(error)
 
     def _enter(self) -> None:
         global _entered
@@ -249,35 +256,62 @@ class Runtime:
         global _entered
         self._depth -= 1
         if self._depth == 0:
-            self._finish_step()
-            self._detach()
-            with _entered_lock:
-                _entered = None
+            try:
+                self._finish_step()
+            finally:
+                self._detach()
+                with _entered_lock:
+                    _entered = None
             if self.config.strict and isinstance(error, torch.OutOfMemoryError):
                 raise self._infeasible() from error
 
-    def _attach(self) -> None:
+    def _attach(self, above: Sequence[HookPair] = ()) -> None:
+        """Puts hooks, observer and soft limit in place, below the hooks in `above`."""
+        self._attached = True
         self._session.set_pump(None if self.policy.plans and not self._pumps else self._pump)
         self._session.set_boundary(self._on_boundary)
         self._session.enter()
         if self.device.type == "cpu":
             _C.cpu_pool.set_soft_limit_is_hard(self.config.strict)
-        torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)
+        for pair in (self._hooks, *above):
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+        torch.autograd.graph.disable_saved_tensors_hooks = _disable_saved_tensors_hooks
         self._hook_handles = [
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
 
     def _detach(self) -> None:
+        if not self._attached:
+            return
+        self._attached = False
         for handle in self._hook_handles:
             handle.remove()
         self._hook_handles = []
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch.autograd.graph.disable_saved_tensors_hooks = _torch_disable_saved_tensors_hooks
+        above = self._hooks_above()
+        for _ in (self._hooks, *above):
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        for pair in above:
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
         self._session.leave()
         self._session.set_pump(None)
         self._session.set_boundary(None)
         if self.device.type == "cpu":
             _C.cpu_pool.set_soft_limit_is_hard(False)
+
+    def _hooks_above(self) -> list[HookPair]:
+        """The hooks that others put on top of ours and have not taken away yet, lowest first."""
+        above: list[HookPair] = []
+        while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+            if top[0] is self._hooks[0]:
+                break
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            above.append(top)
+        above.reverse()
+        for pair in above:
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+        return above
 
     @property
     def _pumps(self) -> bool:
@@ -297,7 +331,7 @@ class Runtime:
     # ------------------------------------------------------------------ steps
 
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if args and callable(args[0]):
+        if any(callable(a) for a in args[1:]) or callable(kwargs.get("closure")):
             return  # a closure runs forward and backward inside the optimizer's step
         if self._session.counters()["dropped_now_bytes"]:
             self._session.restore_all()
@@ -318,6 +352,7 @@ class Runtime:
         self._begin_step()
 
     def _begin_step(self) -> None:
+        self._session.set_taping(True)  # an optimizer that raised has left it off
         self._session.set_logging(self._wants_log())
         self._session.begin_step()
         if self.device.type == "cpu":
@@ -427,10 +462,12 @@ class Runtime:
 
     def _infeasible(self) -> BudgetInfeasible:
         counters = self._session.counters()
+        refused_bytes = _C.cpu_pool.take_refused_bytes() if self.device.type == "cpu" else 0
+        outside = refused_bytes > counters["floor_bytes"]
         return BudgetInfeasible(
             self.budget_bytes,
-            counters["floor_bytes"],
-            counters["floor_op"],
+            max(refused_bytes, counters["floor_bytes"]),
+            "an allocation between ops" if outside else counters["floor_op"],
             f"{format_bytes(counters['exposed_bytes'])} of saved tensors are held by code outside "
             f"autograd; {format_bytes(counters['uncounted_bytes'])} are older than the pool",
         )
@@ -502,14 +539,38 @@ def mark_written(tensor: torch.Tensor) -> None:
 def disable() -> Iterator[None]:
     """Takes the entered runtime's hooks, observer and soft limit away for the duration of a block."""
     runtime = _entered
-    if runtime is None or threading.get_ident() != runtime._thread:
+    if runtime is None or threading.get_ident() != runtime._thread or not runtime._attached:
         yield
         return
+    above = runtime._hooks_above()
     runtime._detach()
     try:
         yield
     finally:
-        runtime._attach()
+        if above:
+            for _ in above:
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+        if not runtime._closed:
+            runtime._attach(above)
+
+
+_torch_disable_saved_tensors_hooks = torch.autograd.graph.disable_saved_tensors_hooks
+
+
+@contextlib.contextmanager
+def _disable_saved_tensors_hooks(error_message: str) -> Iterator[None]:
+    """Stands down for what cannot bear hooks (torch.func), where torch would raise because of ours.
+
+    Hooks that somebody else put on top of ours still make torch raise, as it should.
+    """
+    runtime = _entered
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if runtime is None or top is None or top[0] is not runtime._hooks[0]:
+        with _torch_disable_saved_tensors_hooks(error_message):
+            yield
+        return
+    with disable(), _torch_disable_saved_tensors_hooks(error_message):
+        yield
 
 
 def start_ambient() -> Runtime | None:
