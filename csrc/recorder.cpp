@@ -259,6 +259,7 @@ bool Session::begin_op(OpInfo* info, c10::ArrayRef<const c10::IValue> inputs) {
   open.clear();
   open.info = info;
   open.active = true;
+  last_op_ = info->name.c_str();
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
   const bool taping = taping_ && (!in_backward || at::GradMode::is_enabled());
   if (phase_ == Phase::Backward && !in_backward && boundary_ && taping_) {
@@ -283,8 +284,8 @@ bool Session::begin_op(OpInfo* info, c10::ArrayRef<const c10::IValue> inputs) {
   open.signature = signature;
 
   if (options_.budget_bytes > 0) {
-    auto known = watermarks_.find(signature);
-    int64_t need = known != watermarks_.end() ? known->second : input_bytes;
+    const int64_t known = watermarks_.find(signature);
+    const int64_t need = known >= 0 ? known : input_bytes;
     if (live_bytes() + need > options_.budget_bytes) {
       look_ahead(need);
     }
@@ -495,8 +496,7 @@ void Session::end_op(c10::ArrayRef<const c10::IValue> outputs) {
 
   Guard guard(*this);
   if (!threw) {
-    auto& known = watermarks_[open.signature];
-    known = std::max(known, watermark);
+    watermarks_.learn(open.signature, watermark);
   }
   if (open.log_index >= 0 && open.log_index < static_cast<int64_t>(log_ops_.size())) {
     auto& row = log_ops_[static_cast<size_t>(open.log_index)];

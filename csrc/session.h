@@ -15,6 +15,7 @@
 
 #include <c10/util/flat_hash_map.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -142,6 +143,31 @@ struct Counters {
   int64_t exposed_bytes = 0;  // the most that was asked for and could not be freed, in one request
   int64_t floor_bytes = 0;    // the most that nothing could be evicted from
   const char* floor_op = "";
+};
+
+// The highest watermark seen of each op signature. Direct-mapped: an op that shares a slot with
+// another one is learned again, which costs a rescue at the worst, and looking one up costs one
+// cache line.
+class Watermarks {
+ public:
+  // -1: unknown
+  int64_t find(uint64_t signature) const {
+    const Slot& slot = slots_[signature & (kSlots - 1)];
+    return slot.signature == signature ? slot.bytes : -1;
+  }
+  void learn(uint64_t signature, int64_t bytes) {
+    Slot& slot = slots_[signature & (kSlots - 1)];
+    slot.bytes = slot.signature == signature ? std::max(slot.bytes, bytes) : bytes;
+    slot.signature = signature;
+  }
+
+ private:
+  static constexpr size_t kSlots = 1 << 16;
+  struct Slot {
+    uint64_t signature = 0;
+    int64_t bytes = -1;
+  };
+  std::vector<Slot> slots_ = std::vector<Slot>(kSlots);
 };
 
 struct Session;
@@ -284,9 +310,10 @@ struct Session : c10::intrusive_ptr_target {
   uint64_t fingerprint_ = 0;
   uint64_t walk_ = 0;
   Phase phase_ = Phase::Forward;
+  const char* last_op_ = "";  // the op that runs, or ran last
 
-  ska::flat_hash_map<uint64_t, int64_t> watermarks_;  // by signature
-  std::unordered_set<uint64_t> trusted_;              // fingerprints of audited ops
+  Watermarks watermarks_;
+  std::unordered_set<uint64_t> trusted_;  // fingerprints of audited ops
   std::vector<Event> events_;
   bool events_on_ = true;
 

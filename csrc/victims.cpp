@@ -246,6 +246,12 @@ int64_t Session::make_room(int64_t bytes, bool inside_allocation) {
       exposed += page->strong.use_count() != 1 ? page->bytes : 0;
     }
     counters_.exposed_bytes = std::max(counters_.exposed_bytes, exposed);
+    // What could be evicted is gone: this much more budget would have been enough.
+    const int64_t enough = options_.budget_bytes + bytes - freed;
+    if (options_.budget_bytes > 0 && enough > counters_.floor_bytes) {
+      counters_.floor_bytes = enough;
+      counters_.floor_op = last_op_;
+    }
     emit(EventKind::Overshoot, nullptr, bytes - freed, 0);
   }
   return freed;

@@ -42,7 +42,7 @@ from delta_runtime.core.graph import StepGraph
 from delta_runtime.core.model import Distance, PublishQueue
 from delta_runtime.core.units import BudgetSpec, BytesSpec, format_bytes
 from delta_runtime.decide.foresight import Foresight, foresee
-from delta_runtime.decide.ledger import Ledger
+from delta_runtime.decide.ledger import Ledger, LedgerError
 from delta_runtime.decide.policies import Policy, Stress, get_policy
 from delta_runtime.extension import _C
 from delta_runtime.record.step_log import drain_events, read_step_graph
@@ -385,7 +385,11 @@ class Runtime:
         self._last = now.since(self._mark)
         self._mark = now
         self._totals = replace(now, peak_bytes=max(self._totals.peak_bytes, step_peak_bytes))
-        self._learn()
+        try:
+            self._learn()
+        except Exception:
+            # Foresight only makes steps faster; without it the filter decides online.
+            logger.exception("delta_runtime: no plan could be made for this step")
         self._warn_if_over(step_peak_bytes)
         self._step_events.clear()
         if self.config.report == "step":
@@ -479,7 +483,14 @@ class Runtime:
         if not len(events):
             return []
         self._step_events.append(events)
-        return self._ledger.handle(events, budget_bytes=self.budget_bytes)
+        try:
+            return self._ledger.handle(events, budget_bytes=self.budget_bytes)
+        except LedgerError:
+            if self.config.check:
+                raise
+            logger.exception("delta_runtime: the ledger is spent; a new one starts")
+            self._ledger = Ledger(self.policy)
+            return []
 
     def _pump(self, need_bytes: int) -> None:
         """Ranks what is there, when room is needed and no plan says what to drop."""

@@ -155,6 +155,11 @@ class StepReport:
                 f"Freed {format_bytes(last.dropped_bytes)} in {last.drops} storages and recomputed "
                 f"{format_bytes(last.rebuilt_bytes)} of it in {format_seconds(share)}."
             )
+        if last.shortfalls:
+            return (
+                f"Nothing could be evicted when room was needed: {last.floor_op or 'one op'} needs "
+                f"{format_bytes(last.floor_bytes)}."
+            )
         if last.packed_bytes == 0:
             kept = {name: size for name, size in last.kept_bytes.items() if size}
             if not kept:
