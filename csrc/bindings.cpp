@@ -323,6 +323,19 @@ void bind_ticket(py::module_& m) {
 }  // namespace delta
 
 PYBIND11_MODULE(_C, m) {
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      std::rethrow_exception(error);
+    } catch (const delta::InplaceModificationError& e) {
+      PyErr_SetString(
+          delta::g_inplace_error != nullptr ? delta::g_inplace_error : PyExc_RuntimeError,
+          e.what());
+    } catch (const delta::RecomputeMismatchError& e) {
+      PyErr_SetString(
+          delta::g_mismatch_error != nullptr ? delta::g_mismatch_error : PyExc_RuntimeError,
+          e.what());
+    }
+  });
   m.doc() = "delta_runtime's extension: observes ops and saved tensors, frees and rebuilds them.";
   delta::bind_pool(m);
   delta::bind_session(m);

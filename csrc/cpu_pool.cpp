@@ -52,9 +52,11 @@ bool ask_for_room(int64_t bytes) {
   if (rescue == nullptr || t_rescuing || !g_rescue_enabled.load(std::memory_order_relaxed)) {
     return false;
   }
-  t_rescuing = true;
+  struct Busy {
+    Busy() { t_rescuing = true; }
+    ~Busy() { t_rescuing = false; }
+  } busy;
   int64_t freed = rescue(bytes);
-  t_rescuing = false;
   if (freed > 0) {
     g_rescues.fetch_add(1, std::memory_order_relaxed);
     g_rescued_bytes.fetch_add(freed, std::memory_order_relaxed);
@@ -70,7 +72,8 @@ class PoolAllocator final : public c10::Allocator {
     if (n == 0) {
       return {nullptr, nullptr, &release, device};
     }
-    int64_t bytes = static_cast<int64_t>(n);
+    // malloc rounds up; what is really taken is counted, so the most that it can be is reserved.
+    int64_t bytes = static_cast<int64_t>(n) + (n >= 65536 ? 4096 + 64 : 128);
     reserve(bytes);
     void* block = nullptr;
     try {
@@ -79,7 +82,6 @@ class PoolAllocator final : public c10::Allocator {
       g_live.fetch_sub(bytes, std::memory_order_relaxed);
       throw;
     }
-    // The block may be a little larger than asked for; what is counted is what is really taken.
     int64_t extra = static_cast<int64_t>(malloc_usable_size(block)) - bytes;
     int64_t live = g_live.fetch_add(extra, std::memory_order_relaxed) + extra;
     raise_to(g_peak, live);
@@ -101,10 +103,9 @@ class PoolAllocator final : public c10::Allocator {
   // allocate.
   static void reserve(int64_t bytes) {
     int64_t live = g_live.fetch_add(bytes, std::memory_order_relaxed) + bytes;
-    const int64_t slack = 4096;  // malloc's rounding, not known yet
     int64_t soft = g_soft_limit.load(std::memory_order_relaxed);
-    if (soft > 0 && live + slack > soft) {
-      if (ask_for_room(live + slack - soft)) {
+    if (soft > 0 && live > soft) {
+      if (ask_for_room(live - soft)) {
         live = g_live.load(std::memory_order_relaxed);
       }
       if (live > soft) {
@@ -115,8 +116,8 @@ class PoolAllocator final : public c10::Allocator {
     if (soft > 0 && g_soft_limit_is_hard.load(std::memory_order_relaxed)) {
       capacity = capacity > 0 ? std::min(capacity, soft) : soft;
     }
-    if (capacity > 0 && live + slack > capacity) {
-      if (ask_for_room(live + slack - capacity)) {
+    if (capacity > 0 && live > capacity) {
+      if (ask_for_room(live - capacity)) {
         live = g_live.load(std::memory_order_relaxed);
       }
       if (live > capacity) {

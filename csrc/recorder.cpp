@@ -15,7 +15,7 @@
 namespace delta {
 namespace {
 
-struct Observed : at::ObserverContext {
+struct Observed : at::ObserverContext, Pooled<Observed> {
   explicit Observed(bool is_region) : region(is_region) {}
   bool region;
 };
@@ -48,19 +48,21 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& fn) {
   if (ts.depth > 0 || ts.replaying) {
     return nullptr;
   }
+  c10::intrusive_ptr<Session> visited;
   Session* session = ts.session;
   if (session == nullptr) {
-    auto other = entered_session();
-    if (!other) {
+    visited = entered_session();
+    session = visited.get();
+    if (session == nullptr) {
       return nullptr;
     }
-    session = ts.session = other.get();
   }
   OpInfo* info = op_info(fn);
   if (info == nullptr) {
     if (opaque_region(fn.name())) {
       session->open_region();
       ts.depth = 1;
+      ts.visited = std::move(visited);
       return std::make_unique<Observed>(true);
     }
     return nullptr;
@@ -80,6 +82,7 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& fn) {
     return nullptr;
   }
   ts.depth = 1;
+  ts.visited = std::move(visited);
   return std::make_unique<Observed>(false);
 }
 
@@ -89,17 +92,19 @@ void on_end(const at::RecordFunction& fn, at::ObserverContext* context) {
   }
   auto& ts = thread_state();
   ts.depth = 0;
-  if (ts.session == nullptr) {
+  auto visited = std::move(ts.visited);
+  Session* session = ts.session != nullptr ? ts.session : visited.get();
+  if (session == nullptr) {
     ts.open.clear();
     return;
   }
   if (static_cast<Observed*>(context)->region) {
-    ts.session->close_region();
+    session->close_region();
     return;
   }
   try {
     const auto& outputs = fn.outputs();
-    ts.session->end_op(c10::ArrayRef<const c10::IValue>(outputs.data(), outputs.size()));
+    session->end_op(c10::ArrayRef<const c10::IValue>(outputs.data(), outputs.size()));
   } catch (const std::exception&) {
     ts.open.clear();
   }
@@ -443,6 +448,7 @@ bool Session::begin_op(OpInfo* info, c10::ArrayRef<const c10::IValue> inputs) {
     row.signature = signature;
     row.name_hash = info->name_hash;
     row.tick = tick_;
+    row.live_bytes = live_bytes();
     row.dropped_bytes = dropped_now_bytes_;
     row.managed_bytes = managed_resident_bytes_;
     row.phase = static_cast<int32_t>(phase_);
@@ -469,9 +475,6 @@ bool Session::begin_op(OpInfo* info, c10::ArrayRef<const c10::IValue> inputs) {
     log_ops_.push_back(row);
   }
   open.live_bytes = live_bytes();
-  if (open.log_index >= 0) {
-    log_ops_[static_cast<size_t>(open.log_index)].live_bytes = open.live_bytes;
-  }
   if (options_.device.is_cpu()) {
     cpu_pool::open_window();
   }

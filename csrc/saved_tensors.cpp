@@ -73,7 +73,6 @@ void Session::count_kept(const at::Tensor& t, Page* page, KeptReason reason) {
 }
 
 void Session::pack(const at::Tensor& t, Ticket& ticket) {
-  ticket.session = c10::intrusive_ptr<Session>::reclaim_copy(this);
   const bool inference = t.unsafeGetTensorImpl()->is_inference();
   if (!inference) {
     ticket.version_counter = t.unsafeGetTensorImpl()->version_counter();
@@ -92,6 +91,7 @@ void Session::pack(const at::Tensor& t, Ticket& ticket) {
   Guard guard(*this);
   ++counters_.packs;
   ++live_tickets_;
+  ticket.session = c10::intrusive_ptr<Session>::reclaim_copy(this);
   if (!plain || inference) {
     keep(KeptReason::Layout, nullptr);
     return;

@@ -216,7 +216,9 @@ struct OpenOp {
 };
 
 struct ThreadState {
-  Session* session = nullptr;
+  Session* session = nullptr;  // entered on this thread
+  c10::intrusive_ptr<Session>
+      visited;  // entered on another thread; held while an op of this thread runs
   int depth = 0;
   bool replaying = false;
   OpenOp open;

@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "op_info.h"
+#include "pooled.h"
 
 namespace delta {
 
@@ -61,7 +62,7 @@ Trash& thread_trash();
 
 int64_t live_records();
 
-struct Value : c10::intrusive_ptr_target {
+struct Value : c10::intrusive_ptr_target, Pooled<Value> {
   int64_t key = -1;  // position in the step's order of produced values; -1: a source
   uint64_t fingerprint = 0;
   int64_t bytes = 0;
@@ -95,10 +96,10 @@ struct RecordedOutput {
   bool is_argument;  // a written argument rather than a return value
 };
 
-struct OpRecord : c10::intrusive_ptr_target {
+struct OpRecord : c10::intrusive_ptr_target, Pooled<OpRecord> {
   OpInfo* info = nullptr;
   c10::SmallVector<c10::IValue, 6> arguments;  // tensors that `inputs` stand for are None
-  c10::SmallVector<ArgumentRef, 2> inputs;
+  c10::SmallVector<ArgumentRef, 3> inputs;
   c10::SmallVector<RecordedOutput, 1> outputs;
   std::vector<std::pair<at::Generator, at::Tensor>> random_states;
   float seconds = 0;
@@ -117,7 +118,7 @@ struct OpRecord : c10::intrusive_ptr_target {
 
 enum class Residency : uint8_t { Resident, Dropped };
 
-struct Page : c10::intrusive_ptr_target {
+struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   int64_t id = -1;  // of a managed page
   c10::weak_intrusive_ptr<c10::StorageImpl> weak;
   c10::Storage strong;  // while tickets > 0; an empty shell while dropped

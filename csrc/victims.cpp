@@ -175,6 +175,9 @@ bool Session::drop_page(Page& page) {
       c10::impl::cow::is_cow_data_ptr(page.strong.data_ptr())) {
     return false;
   }
+  if (options_.device.is_cpu() && !cpu_pool::owns(page.strong.data_ptr())) {
+    return false;  // freeing it frees nothing that is counted, and its deleter may take the GIL
+  }
   if (page.current->anchor || !anchor_recipe(*page.current)) {
     page.retry_tick = tick_ + 256;
     return false;

@@ -595,12 +595,12 @@ def show(results: Sequence[Result]) -> None:
     """Prints the table."""
     table = Table(title="Step time inside a budget, over ordinary steps", title_justify="left")
     for i, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="left" if i < 2 else "right", no_wrap=i != 1)
+        table.add_column(heading, justify="left" if i < 2 else "right", no_wrap=True)
     for result in results:
         for row in result.rows:
             table.add_row(*cells(row))
         table.add_section()
-    Console(highlight=False, width=max(console.width, 190)).print(table)
+    Console(highlight=False, width=max(console.width, 230)).print(table)
     for result in results:
         for row in result.rows:
             if row.failure:

@@ -4,7 +4,7 @@ A stress run, not a benchmark. 2,000 small steps under seeded random budgets and
 kernel, in backward and after it; forwards without backward, two backwards, gradients of gradients, early exits, graphs
 kept over steps, backwards outside of the step, after closing and on other threads, budgets that cannot be met,
 capacities that run out. Live bytes of the pool, tickets, pages, op records, runtimes, threads and file descriptors
-have to end where they began. Takes about 2 minutes on one idle core; needs no GPU. Exits 1 on a leak.
+have to end where they began. Takes about a minute on one idle core; needs no GPU. Exits 1 on a leak.
 
     python scripts/stress_leaks.py [--steps 2000] [--seed 0] [--check-every 100] [--only NAME ...]
 

@@ -1,0 +1,50 @@
+// Objects that come and go with every op take their memory from a small free list of their thread.
+#pragma once
+
+#include <cstddef>
+#include <new>
+
+namespace delta {
+
+// Derive from Pooled<T> to give T such an operator new. Objects may die on another thread than they
+// were made on; what does not fit a thread's list goes back to malloc.
+template <class T>
+class Pooled {
+ public:
+  static void* operator new(std::size_t size) {
+    auto& list = free_list();
+    if (size == sizeof(T) && list.count > 0) {
+      return list.blocks[--list.count];
+    }
+    return ::operator new(size);
+  }
+  static void operator delete(void* block, std::size_t size) {
+    auto& list = free_list();
+    if (size == sizeof(T) && list.count < kMost && !list.closed) {
+      list.blocks[list.count++] = block;
+    } else {
+      ::operator delete(block);
+    }
+  }
+
+ private:
+  static constexpr int kMost = 1024;
+  struct FreeList {
+    void* blocks[kMost];
+    int count = 0;
+    bool closed = false;
+
+    ~FreeList() {
+      closed = true;  // what dies later on this thread goes to malloc
+      while (count > 0) {
+        ::operator delete(blocks[--count]);
+      }
+    }
+  };
+  static FreeList& free_list() {
+    thread_local FreeList list;
+    return list;
+  }
+};
+
+}  // namespace delta
