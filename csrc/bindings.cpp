@@ -8,6 +8,7 @@
 #include <new>
 
 #include "cpu_pool.h"
+#include "observer.h"
 #include "replay.h"
 #include "session.h"
 
@@ -230,8 +231,7 @@ void bind_session(py::module_& m) {
       .def("end_step", &Session::end_step)
       .def("forget_past", &Session::forget_past)
       .def("mark_written", &Session::mark_written)
-      .def("drop_all", &Session::drop_all)
-      .def("restore_all", &Session::restore_all, py::call_guard<py::gil_scoped_release>())
+      .def("prepare_write", &Session::prepare_write)
       .def("make_room", [](Session& s, int64_t bytes) { return s.make_room(bytes, false); })
       .def("counters", &counters_of)
       .def("reset_counters", [](Session& s) { s.counters_ = Counters(); })
@@ -247,7 +247,6 @@ void bind_session(py::module_& m) {
       .def("set_default_weight",
            [](Session& s, int w) { s.default_weight_ = static_cast<DefaultWeight>(w); })
       .def("set_logging", [](Session& s, bool on) { s.logging_ = on; })
-      .def("set_events", [](Session& s, bool on) { s.events_on_ = on; })
       .def("tick", [](const Session& s) { return s.tick_; })
       .def("step_begin_tick", [](const Session& s) { return s.step_begin_tick_; })
       .def("fingerprint", [](const Session& s) { return s.fingerprint_; })

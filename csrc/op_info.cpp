@@ -10,6 +10,8 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "per_thread.h"
+
 namespace delta {
 namespace {
 
@@ -193,11 +195,18 @@ OpInfo* op_info(const at::RecordFunction& fn) {
   // another kind of range may reuse the address.
   static std::mutex mutex;
   static ska::flat_hash_map<const void*, std::unique_ptr<OpInfo>> table;
-  thread_local ska::flat_hash_map<const void*, OpInfo*> local;
+  // In front of it: each thread's latest op by some bits of the pointer.
+  constexpr size_t kSlots = 1024;
+  struct Latest {
+    const void* key[kSlots] = {};
+    OpInfo* info[kSlots] = {};
+  };
+  auto& latest = per_thread<Latest>();
   const void* key = fn.name();
-  auto hit = local.find(key);
-  if (hit != local.end()) {
-    return hit->second;
+  const auto bits = reinterpret_cast<uintptr_t>(key);
+  const size_t slot = ((bits >> 4) ^ (bits >> 14)) % kSlots;
+  if (latest.key[slot] == key) {
+    return latest.info[slot];
   }
   auto operator_name = fn.operator_name();
   if (!operator_name.has_value()) {
@@ -212,7 +221,8 @@ OpInfo* op_info(const at::RecordFunction& fn) {
   if (it == table.end()) {
     it = table.emplace(key, make_info(*handle)).first;
   }
-  local.emplace(key, it->second.get());
+  latest.key[slot] = key;
+  latest.info[slot] = it->second.get();
   return it->second.get();
 }
 

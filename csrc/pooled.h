@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <new>
 
+#include "per_thread.h"
+
 namespace delta {
 
 // Derive from Pooled<T> to give T such an operator new. Objects may die on another thread than they
@@ -12,15 +14,15 @@ template <class T>
 class Pooled {
  public:
   static void* operator new(std::size_t size) {
-    auto& list = free_list();
-    if (size == sizeof(T) && list.count > 0) {
+    auto& list = per_thread<FreeList>();
+    if (list.count > 0) {
       return list.blocks[--list.count];
     }
     return ::operator new(size);
   }
-  static void operator delete(void* block, std::size_t size) {
-    auto& list = free_list();
-    if (size == sizeof(T) && list.count < kMost && !list.closed) {
+  static void operator delete(void* block) {
+    auto& list = per_thread<FreeList>();
+    if (list.count < kMost) {
       list.blocks[list.count++] = block;
     } else {
       ::operator delete(block);
@@ -32,19 +34,13 @@ class Pooled {
   struct FreeList {
     void* blocks[kMost];
     int count = 0;
-    bool closed = false;
 
     ~FreeList() {
-      closed = true;  // what dies later on this thread goes to malloc
       while (count > 0) {
         ::operator delete(blocks[--count]);
       }
     }
   };
-  static FreeList& free_list() {
-    thread_local FreeList list;
-    return list;
-  }
 };
 
 }  // namespace delta

@@ -2,15 +2,14 @@
 //
 // Note: replay
 //  1. The plan is made under the lock by an iterative walk from the value to what is there:
-//  resident pages, storages
-//     that live for other reasons, anchored sources. Holding their storages pins them.
+//  resident
+//     pages, storages that live for other reasons, anchored sources. Holding their storages pins
+//     them.
 //  2. Each op of the plan runs once. What it makes and what has tickets is installed in its page,
-//  the rest goes
-//     after its last use in the plan.
+//     the rest goes after its last use in the plan.
 //  3. Ops run below autograd and without autocast, with the generator's state, thread count,
-//  default dtype and grad
-//     mode that they were recorded with; all of that is put back afterwards, also when an op
-//     throws.
+//     default dtype and grad mode that they were recorded with; all of that is put back afterwards,
+//     also when an op throws.
 //  4. In-place ops run on copies, unless the plan itself made the buffer and nothing else needs it.
 //  5. Room is made before each op; that only ever frees, it never starts another rebuild.
 #include "replay.h"
@@ -73,12 +72,16 @@ c10::Storage clone_storage(const c10::Storage& storage) {
   return copy.storage();
 }
 
-bool needs_content(const ArgumentRef& ref) {
-  return ref.write != Write::Overwrite && ref.write != Write::Scratch;
-}
-
-bool readable(const Value& v) {
-  return v.version < 0 || static_cast<int64_t>(v.version_counter.current_version()) == v.version;
+bool same_bytes(const c10::Storage& a, const c10::Storage& b) {
+  if (a.nbytes() != b.nbytes()) {
+    return false;
+  }
+  if (a.device().is_cpu()) {
+    return std::memcmp(a.data(), b.data(), a.nbytes()) == 0;
+  }
+  Quiet quiet;
+  at::AutoDispatchBelowADInplaceOrView below;
+  return at::equal(bytes_of(a), bytes_of(b));
 }
 
 // What surrounded the op when it was recorded.
@@ -164,9 +167,9 @@ std::vector<c10::Storage> run(OpRecord& op, Plan& plan) {
     int64_t bytes = ref.value->bytes;
     for (auto& other : op.inputs) {
       if (other.value.get() == ref.value.get()) {
-        content |= needs_content(other);
+        content |= other.needs_content();
         scratch |= other.write == Write::Scratch;
-        refs += needs_content(other) ? 1 : 0;
+        refs += other.needs_content() ? 1 : 0;
         bytes = std::max(bytes, other.view.storage_bytes());
       }
     }
@@ -251,10 +254,6 @@ std::vector<c10::Storage> run(OpRecord& op, Plan& plan) {
   return made;
 }
 
-}  // namespace
-
-namespace {
-
 // Under the lock. Fills the plan with what has to run so that `root` is there.
 void make_plan(Session& session, Value& root, Plan& plan) {
   std::vector<Value*> stack{&root};
@@ -267,7 +266,7 @@ void make_plan(Session& session, Value& root, Plan& plan) {
     Slot slot;
     slot.value = c10::intrusive_ptr<Value>::reclaim_copy(&v);
     if (v.anchor) {
-      if (!readable(v)) {
+      if (!v.readable()) {
         throw InplaceModificationError(
             "delta_runtime: a tensor that recomputation needs was changed in place outside of what "
             "the runtime sees "
@@ -279,7 +278,7 @@ void make_plan(Session& session, Value& root, Plan& plan) {
       }
       slot.storage = v.anchor;
     } else if (&v != &root && session.storage_alive(v) && session.content_unchanged(*v.home) &&
-               readable(v)) {
+               v.readable()) {
       if (v.home->strong) {
         slot.storage = v.home->strong;
       } else if (auto storage = v.home->weak.lock()) {
@@ -315,7 +314,7 @@ void make_plan(Session& session, Value& root, Plan& plan) {
       state = 1;
       bool waiting = false;
       for (auto& ref : op->inputs) {
-        if (needs_content(ref) && !fetch(*ref.value) && ops[ref.value->producer.get()] != 2) {
+        if (ref.needs_content() && !fetch(*ref.value) && ops[ref.value->producer.get()] != 2) {
           stack.push_back(ref.value.get());
           waiting = true;
         }
@@ -337,17 +336,13 @@ void make_plan(Session& session, Value& root, Plan& plan) {
   };
   for (auto& op : plan.ops) {
     for (auto& ref : op->inputs) {
-      if (needs_content(ref)) {
+      if (ref.needs_content()) {
         ++slot_of(*ref.value).uses;
       }
     }
   }
   ++slot_of(root).uses;
 }
-
-}  // namespace
-
-namespace {
 
 void install(Session& session, Page& page, const c10::Storage& storage, double seconds) {
   if (page.hashed) {
@@ -401,7 +396,7 @@ c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs) {
     Session::Guard guard(session);
     ++session.counters_.replayed_ops;
     for (auto& ref : op->inputs) {
-      if (!needs_content(ref)) {
+      if (!ref.needs_content()) {
         continue;
       }
       auto& slot = plan.slots.at(ref.value.get());
@@ -474,6 +469,8 @@ c10::Storage Session::rebuild(Page& page) {
   return result;
 }
 
+// Makes the value of a resident page again and compares the two, bit by bit. What failed once is
+// not dropped any more, nor is what shares an op with it that was not proven before.
 bool Session::audit(Page& page) {
   Plan plan;
   c10::intrusive_ptr<Value> root;
@@ -489,56 +486,28 @@ bool Session::audit(Page& page) {
       kept = page.strong;
       make_plan(*this, *root, plan);
     }
-    c10::Storage again = execute(*this, plan, *root, /*installs=*/false);
-    equal = again.nbytes() == kept.nbytes() &&
-            std::memcmp(again.data(), kept.data(), kept.nbytes()) == 0;
+    equal = same_bytes(execute(*this, plan, *root, /*installs=*/false), kept);
   } catch (const std::exception&) {
     equal = false;
   }
   {
     Guard guard(*this);
     ++counters_.audits;
-    if (equal) {
-      for (auto& op : plan.ops) {
-        if (!op->info->certain) {
-          op->audited = true;
-          for (auto& out : op->outputs) {
-            if (out.value != nullptr) {
-              trusted_.insert(out.value->fingerprint);
-            }
-          }
+    counters_.audit_failures += equal ? 0 : 1;
+    for (auto& op : plan.ops) {
+      if (op->info->certain || op->audited) {
+        continue;
+      }
+      op->audited = equal;
+      for (auto& out : op->outputs) {
+        if (out.value != nullptr) {
+          (equal ? trusted_ : distrusted_).insert(out.value->fingerprint);
         }
       }
-    } else {
-      ++counters_.audit_failures;
     }
   }
   discard(*this, plan);
   return equal;
-}
-
-void Session::restore_all() {
-  std::vector<c10::intrusive_ptr<Page>> waiting;
-  {
-    Guard guard(*this);
-    for (auto& [id, page] : managed_) {
-      if (page->residency == Residency::Dropped) {
-        waiting.push_back(c10::intrusive_ptr<Page>::reclaim_copy(page));
-      }
-    }
-  }
-  std::sort(waiting.begin(), waiting.end(),
-            [](const auto& a, const auto& b) { return a->id < b->id; });
-  for (auto& page : waiting) {
-    if (page->tickets == 0) {
-      continue;
-    }
-    try {
-      rebuild(*page);
-    } catch (const std::exception&) {
-      // Of a graph that cannot be rebuilt any more; its own backward, if it ever comes, says so.
-    }
-  }
 }
 
 }  // namespace delta

@@ -2,13 +2,12 @@
 //
 // Note: what pack sees
 //  1. Inputs are packed inside the op before the kernel ran, outputs after it but before the op's
-//  end callback.
-//     A storage that the open op writes, or that nobody knows yet, stays pending and is resolved at
-//     the op's end.
+//     end callback. A storage that the open op writes, or that nobody knows yet, stays pending and
+//     is resolved at the op's end.
 //  2. Identity is by storage. A Linear's weight arrives as a view, BatchNorm's statistics as plain
-//  tensors.
+//     tensors.
 //  3. Keeping the very tensor makes a cycle through its grad_fn; a shallow copy without history is
-//  kept instead.
+//     kept instead.
 //  4. Hooks switch autograd's own check for in-place changes off, so each ticket makes it.
 #include <ATen/Functions.h>
 

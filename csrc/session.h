@@ -1,16 +1,13 @@
 // The state of one runtime: pages, values, tickets, counters, limits. Its methods live in the file
-// of their concern: recorder.cpp, saved_tensors.cpp, victims.cpp, replay.cpp.
+// of their concern: session.cpp, recorder.cpp, saved_tensors.cpp, victims.cpp, replay.cpp.
 //
 // Note: locks
 //  1. `mutex_` guards pages, values and records. It is held for microseconds; nothing that
-//  allocates from the
-//     pool, runs an op, takes the GIL or frees foreign objects happens under it.
+//     allocates from the pool, runs an op, takes the GIL or frees foreign objects happens under it.
 //  2. The rescue runs inside an allocation and takes `mutex_`. A thread that holds it already
-//  (Guard sets a
-//     thread-local mark) gets no rescue.
+//     (Guard marks the thread's trash) gets no rescue.
 //  3. Foreign objects (storages, kept arguments: their death may take the GIL) that lose their last
-//  owner under
-//     the lock wait in the thread's Trash and die after the unlock.
+//     owner under the lock wait in the thread's Trash and die after the unlock.
 #pragma once
 
 #include <c10/util/flat_hash_map.h>
@@ -86,22 +83,20 @@ struct SessionOptions {
 // One op of the step graph that is being logged.
 struct LoggedOp {
   uint64_t fingerprint;  // of the forward up to and with this op; 0 in backward
-  uint64_t signature;    // of the op and the geometry of its arguments
   uint64_t name_hash;
   int64_t tick;
   int64_t live_bytes;     // at its begin, after evictions
   int64_t dropped_bytes;  // managed bytes that were away then
   int64_t watermark_bytes;
-  int64_t managed_bytes;  // resident managed bytes at its begin
-  int64_t input_bytes;    // of its managed inputs
+  int64_t input_bytes;  // of its managed inputs
   double seconds;
-  int32_t phase;
+  int64_t phase;
   int32_t first_input;
   int32_t n_inputs;
   int32_t first_output;
   int32_t n_outputs;
-  int32_t flags;
 };
+static_assert(sizeof(LoggedOp) == 88, "the Python side reads logged ops as 88-byte rows");
 
 struct LoggedValue {
   int64_t key;
@@ -145,29 +140,10 @@ struct Counters {
   const char* floor_op = "";
 };
 
-// The highest watermark seen of each op signature. Direct-mapped: an op that shares a slot with
-// another one is learned again, which costs a rescue at the worst, and looking one up costs one
-// cache line.
-class Watermarks {
- public:
-  // -1: unknown
-  int64_t find(uint64_t signature) const {
-    const Slot& slot = slots_[signature & (kSlots - 1)];
-    return slot.signature == signature ? slot.bytes : -1;
-  }
-  void learn(uint64_t signature, int64_t bytes) {
-    Slot& slot = slots_[signature & (kSlots - 1)];
-    slot.bytes = slot.signature == signature ? std::max(slot.bytes, bytes) : bytes;
-    slot.signature = signature;
-  }
-
- private:
-  static constexpr size_t kSlots = 1 << 16;
-  struct Slot {
-    uint64_t signature = 0;
-    int64_t bytes = -1;
-  };
-  std::vector<Slot> slots_ = std::vector<Slot>(kSlots);
+// What is known of the ops of one signature: an operator on arguments of one geometry.
+struct OpFacts {
+  int64_t watermark_bytes = -1;  // the highest seen; -1: none yet
+  double seconds = -1;           // the least seen; -1: not timed yet
 };
 
 struct Session;
@@ -194,7 +170,6 @@ struct OpenOp {
   struct Written {
     Page* page;
     c10::VariableVersion counter;
-    int64_t version_before;
     bool has_counter;
     int16_t argument;
     int16_t index;
@@ -205,9 +180,10 @@ struct OpenOp {
   c10::SmallVector<Written, 2> written;
   std::vector<Ticket*> pending;
   uint64_t signature = 0;
-  int64_t tick = 0;
   int64_t live_bytes = 0;
   int64_t log_index = -1;
+  double known_seconds = -1;  // of earlier ops of this signature; it is timed where that is -1
+  bool timed = false;
   std::chrono::steady_clock::time_point begin;
   bool active = false;
   bool region = false;
@@ -216,33 +192,44 @@ struct OpenOp {
 };
 
 struct ThreadState {
-  Session* session = nullptr;  // entered on this thread
-  c10::intrusive_ptr<Session>
-      visited;  // entered on another thread; held while an op of this thread runs
+  Session* session = nullptr;           // entered on this thread
+  c10::intrusive_ptr<Session> visited;  // entered on another one; held while an op runs here
   int depth = 0;
   bool replaying = false;
   OpenOp open;
 };
-ThreadState& thread_state();
+inline ThreadState& thread_state() { return per_thread<ThreadState>(); }
 
-// An observer of the same kind that does nothing: what boxing and callbacks cost at the least.
-void enter_bare_observer();
-void leave_bare_observer();
+using ToClone = std::vector<c10::intrusive_ptr<Value>>;
 
 struct Session : c10::intrusive_ptr_target {
   explicit Session(SessionOptions options);
   ~Session() override;
 
-  // --- recorder.cpp
+  // --- session.cpp: entering, steps, pages
   void enter();  // on this thread: callback in, rescue on
   void leave();
   void begin_step();
   void end_step();
-  bool begin_op(OpInfo* info, c10::ArrayRef<const c10::IValue> inputs);
-  void end_op(c10::ArrayRef<const c10::IValue> outputs);
-  void open_region();
-  void close_region();
+  void set_budget(int64_t bytes);
   void mark_written(const at::Tensor& t);
+  void prepare_write(const at::Tensor& t);
+  void forget_past();
+
+  // --- recorder.cpp: one op
+  void begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::IValue> inputs);
+  void end_op(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs);
+  LoggedOp new_row(const OpInfo& info);
+  void log_inputs(LoggedOp& row, const OpRecord& record);
+  void log_begin(OpenOp& open, c10::ArrayRef<const c10::IValue> inputs);
+  void learn_floor(const OpenOp& open, int64_t watermark_bytes, bool threw);
+  c10::intrusive_ptr<Value> new_value(OpenOp& open, bool unknown, int64_t bytes, bool is_argument,
+                                      int position, int index);
+  void take_written(OpenOp& open, bool unknown);
+  void take_returned(OpenOp& open, bool unknown, int position, int index, const at::Tensor& t);
+  void resolve_pending(OpenOp& open);
+  bool saves_clone(const OpenOp& open, const Ticket& ticket) const;
+  Page* take_saved_clone(OpenOp& open, const Ticket& ticket);
 
   // --- saved_tensors.cpp
   void pack(const at::Tensor& t, Ticket& ticket);
@@ -256,33 +243,42 @@ struct Session : c10::intrusive_ptr_target {
   bool drop_page(Page& page);    // under the lock
   bool anchor_recipe(Value& v);  // under the lock
   void stress_boundary();
-  int64_t drop_all();
 
   // --- replay.cpp
   c10::Storage rebuild(Page& page);  // returns the storage, which pins it
-  void restore_all();
   bool audit(Page& page);
 
   // --- shared
-  struct Guard {
-    explicit Guard(Session& s);
-    ~Guard();
+  class Guard {
+   public:
+    explicit Guard(Session& s) : session_(s) { lock(); }
+    ~Guard() {
+      if (held_) {
+        unlock();
+      }
+    }
     Guard(const Guard&) = delete;
     Guard& operator=(const Guard&) = delete;
-    Session& session;
+    void lock();
+    void unlock();  // and lets the trash die
+
+   private:
+    Session& session_;
+    bool held_ = false;
   };
 
   Page* page_of(const at::Tensor& t);  // under the lock; makes a source of what is unknown
   Page* find_page(const c10::StorageImpl* storage);
   bool needs_clone(Page& page);
+  void clone_sources(const ToClone& sources);  // without the lock
   bool storage_alive(const Value& v) const;
   bool content_unchanged(const Page& page) const;
   void set_unknown_content(Page& page, const at::Tensor& t);
+  void spoil(Page& page, const at::Tensor& t);
+  void before_write(Page& page, const at::Tensor& t, ToClone& to_clone);
   void emit(EventKind kind, const Page* page, int64_t bytes, double seconds, int64_t key = -1,
             int reason = 0);
-  void set_budget(int64_t bytes);
   void charge_uncounted(Page& page, int64_t bytes);
-  void forget_past();
   void sweep();  // forgets pages whose storage is gone
   void add_candidate(Page& page);
   void remove_candidate(Page& page);
@@ -302,8 +298,7 @@ struct Session : c10::intrusive_ptr_target {
   int64_t live_tickets_ = 0;
   int64_t dropped_now_bytes_ = 0;
   int64_t managed_resident_bytes_ = 0;
-  int64_t uncounted_bytes_ =
-      0;  // of sources that the pool does not own (older than it, or foreign memory)
+  int64_t uncounted_bytes_ = 0;  // of sources that the pool does not own: older, or foreign memory
 
   int64_t tick_ = 0;
   int64_t step_ = 0;
@@ -311,13 +306,14 @@ struct Session : c10::intrusive_ptr_target {
   int64_t next_key_ = 0;
   uint64_t fingerprint_ = 0;
   uint64_t walk_ = 0;
+  uint32_t anchor_epoch_ = 1;  // moves on when an anchored source turns out to be overwritten
   Phase phase_ = Phase::Forward;
   const char* last_op_ = "";  // the op that runs, or ran last
 
-  Watermarks watermarks_;
-  std::unordered_set<uint64_t> trusted_;  // fingerprints of audited ops
+  ska::flat_hash_map<uint64_t, OpFacts> op_facts_;  // by signature
+  std::unordered_set<uint64_t> trusted_;            // fingerprints of ops whose audit passed
+  std::unordered_set<uint64_t> distrusted_;         // of those that may be why one failed
   std::vector<Event> events_;
-  bool events_on_ = true;
 
   bool logging_ = false;
   std::vector<LoggedOp> log_ops_;

@@ -16,13 +16,11 @@ struct Graveyard {
   std::vector<c10::intrusive_ptr<OpRecord>> waiting;
   bool draining = false;
 };
-thread_local Graveyard t_graveyard;
-
 void bury(c10::intrusive_ptr<OpRecord>&& record) {
   if (!record) {
     return;
   }
-  auto& yard = t_graveyard;
+  auto& yard = per_thread<Graveyard>();
   yard.waiting.push_back(std::move(record));
   if (yard.draining) {
     return;
@@ -40,10 +38,7 @@ std::atomic<int64_t> g_live_records{0};
 
 }  // namespace
 
-Trash& thread_trash() {
-  thread_local Trash trash;
-  return trash;
-}
+Trash& thread_trash() { return per_thread<Trash>(); }
 
 void Trash::take(c10::Storage&& storage) {
   if (storage && locked) {

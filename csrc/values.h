@@ -2,20 +2,17 @@
 //
 // Note: who holds what
 //  1. A Value is one version of one storage's content. It holds the OpRecord that made it; the
-//  record holds
-//     the Values that it read. Nothing in that graph holds memory of intermediates.
+//     record holds the Values that it read. Nothing in that graph holds memory of intermediates.
 //  2. A Page is one storage. It knows the value that the storage holds now (`current`), holds the
-//  storage
-//     weakly, and strongly while a ticket of autograd needs it.
+//     storage weakly, and strongly while a ticket of autograd needs it.
 //  3. A value that no recorded op can make again is a *source*. It is held weakly too, until a page
-//  is dropped
-//     whose recipe needs it: then it is anchored (`Value::anchor`) for as long as a record can
-//     reach it.
+//     is dropped whose recipe needs it: then it is anchored (`Value::anchor`) for as long as a
+//     record can reach it.
 //  4. The weak reference keeps the StorageImpl's address from being used again, so a page is found
-//  by address.
+//     by address.
 //  5. All of this is guarded by the session's mutex. Whatever may run foreign code when it dies
-//  (storages,
-//     kept arguments) is moved to the thread's trash and dies after the mutex was released.
+//     (storages, kept arguments) is moved to the thread's trash and dies after the mutex was
+//     released.
 #pragma once
 
 #include <ATen/Tensor.h>
@@ -71,6 +68,7 @@ struct Value : c10::intrusive_ptr_target, Pooled<Value> {
   Page* home = nullptr;                   // the page that holds this content now, if any does
   c10::Storage anchor;                    // see Note, rule 3
   bool input = false;                     // existed before any op of this step touched it
+  bool spoiled = false;                   // its anchor was overwritten unseen
   c10::VariableVersion version_counter;   // of a source
   int64_t version = -1;                   // of a source; -1: not checked
   // scratch of graph walks
@@ -78,6 +76,12 @@ struct Value : c10::intrusive_ptr_target, Pooled<Value> {
   int8_t mark_state = 0;
 
   ~Value() override;
+
+  // Whether the memory of a source still holds this value, as far as can be seen.
+  bool readable() const {
+    return !spoiled &&
+           (version < 0 || static_cast<int64_t>(version_counter.current_version()) == version);
+  }
 };
 
 struct ArgumentRef {
@@ -86,6 +90,8 @@ struct ArgumentRef {
   int16_t argument;
   int16_t index;  // in a list argument; -1: not a list
   Write write;
+
+  bool needs_content() const { return write != Write::Overwrite && write != Write::Scratch; }
 };
 
 struct RecordedOutput {
@@ -104,11 +110,11 @@ struct OpRecord : c10::intrusive_ptr_target, Pooled<OpRecord> {
   std::vector<std::pair<at::Generator, at::Tensor>> random_states;
   float seconds = 0;
   int64_t watermark_bytes = 0;
+  uint32_t anchored_in = 0;  // the Session::anchor_epoch_ in which its recipe was anchored last
   int32_t threads = 1;
   at::ScalarType default_dtype = at::kFloat;
   c10::Device device{c10::kCPU};
   bool grad_mode = false;
-  bool anchored = false;  // its whole recipe was checked and its sources are held
   bool keeps_objects = false;
   bool audited = false;  // uncertain ops: a rebuild was compared and passed
 

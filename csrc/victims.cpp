@@ -2,19 +2,15 @@
 //
 // Note: freeing inside an allocation
 //  1. Only raw data pointers are freed here: the StorageImpl stays as an empty shell, so that no
-//  object with a
-//     Python side dies in a place that must not take the GIL.
+//     object with a Python side dies in a place that must not take the GIL.
 //  2. A page is a victim only if the use count of its storage is our own single reference: then
-//  nobody else can
-//     read it, and no copy, no running op and no rebuild holds it.
+//     nobody else can read it, and no copy, no running op and no rebuild holds it.
 //  3. Before the first byte of a page is freed, its whole recipe was walked down to sources that
-//  are there and
-//     unchanged, and those were anchored.
+//     are there and unchanged, and those were anchored.
 //  4. What is credited is the allocator's own change, not the estimate.
 #include <c10/core/impl/COW.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "cpu_pool.h"
 #include "session.h"
@@ -42,14 +38,6 @@ void Session::remove_candidate(Page& page) {
   managed_resident_bytes_ -= page.bytes;
 }
 
-namespace {
-
-bool readable(const Value& v) {
-  return v.version < 0 || static_cast<int64_t>(v.version_counter.current_version()) == v.version;
-}
-
-}  // namespace
-
 // Whether `root` can be made again, whatever happens to the pages that are resident now. Checks the
 // recipe down to its sources and, if all is well, anchors them. Iterative: recipes are as deep as
 // the program.
@@ -57,11 +45,12 @@ bool Session::anchor_recipe(Value& root) {
   if (!root.producer) {
     return false;
   }
-  if (root.producer->anchored) {
+  const auto is_anchored = [&](const OpRecord& op) { return op.anchored_in == anchor_epoch_; };
+  if (is_anchored(*root.producer)) {
     return true;
   }
-  // mark_state of a value in this walk: 0 unseen, 1 open, 2 will be rebuilt, 3 will be a leaf, 4
-  // out of reach
+  // mark_state of a value in this walk: 0 unseen, 1 open, 2 will be rebuilt, 3 will be a leaf,
+  // 4 out of reach
   const uint64_t walk = ++walk_;
   std::vector<Value*> stack{&root};
   std::vector<OpRecord*> ops;
@@ -81,30 +70,31 @@ bool Session::anchor_recipe(Value& root) {
       continue;
     }
     if (v.anchor) {
-      s = readable(v) ? 3 : 4;
+      s = v.readable() ? 3 : 4;
       stack.pop_back();
       continue;
     }
     OpRecord* op = v.producer.get();
     bool reachable = op != nullptr;
-    if (reachable && !op->anchored) {
+    if (reachable && !is_anchored(*op)) {
       const bool trusted = op->info->certain || op->audited || options_.verify == Verify::Off ||
                            trusted_.count(v.fingerprint) > 0;
       if (!trusted) {
         reachable = false;
-        if (v.home != nullptr && v.home->tickets > 0 && s == 0) {
+        const bool hopeless = distrusted_.count(v.fingerprint) > 0;
+        if (!hopeless && v.home != nullptr && v.home->tickets > 0 && s == 0) {
           v.home->audit_pending = true;
         }
-        if (root.home != nullptr && root.home->tickets > 0) {
+        if (!hopeless && root.home != nullptr && root.home->tickets > 0) {
           root.home->audit_pending = true;
         }
       }
     }
-    if (reachable && !op->anchored && s == 0) {
+    if (reachable && !is_anchored(*op) && s == 0) {
       s = 1;
       bool waiting = false;
       for (auto& ref : op->inputs) {
-        if (ref.write == Write::Overwrite || ref.write == Write::Scratch) {
+        if (!ref.needs_content()) {
           continue;
         }
         if (state(*ref.value) == 0) {
@@ -116,9 +106,9 @@ bool Session::anchor_recipe(Value& root) {
         continue;
       }
     }
-    if (reachable && !op->anchored) {
+    if (reachable && !is_anchored(*op)) {
       for (auto& ref : op->inputs) {
-        if (ref.write == Write::Overwrite || ref.write == Write::Scratch) {
+        if (!ref.needs_content()) {
           continue;
         }
         reachable &= state(*ref.value) == 2 || state(*ref.value) == 3;
@@ -126,7 +116,7 @@ bool Session::anchor_recipe(Value& root) {
     }
     if (reachable) {
       s = 2;
-      if (!op->anchored) {
+      if (!is_anchored(*op)) {
         ops.push_back(op);
       }
     } else {
@@ -134,7 +124,7 @@ bool Session::anchor_recipe(Value& root) {
       // that would not be there anyway.
       const bool held_anyway =
           v.input || (v.home != nullptr && v.home->tickets > 0) || v.bytes <= 65536;
-      if (&v != &root && held_anyway && storage_alive(v) && readable(v) &&
+      if (&v != &root && held_anyway && storage_alive(v) && v.readable() &&
           content_unchanged(*v.home)) {
         s = 3;
         leaves.push_back(&v);
@@ -148,7 +138,7 @@ bool Session::anchor_recipe(Value& root) {
     return false;
   }
   for (auto* op : ops) {
-    op->anchored = true;
+    op->anchored_in = anchor_epoch_;
   }
   for (auto* leaf : leaves) {
     if (leaf->anchor) {
@@ -289,16 +279,6 @@ void Session::stress_boundary() {
       drop_page(*page);
     }
   }
-}
-
-int64_t Session::drop_all() {
-  Guard guard(*this);
-  auto pages = candidates_;
-  int64_t dropped = 0;
-  for (Page* page : pages) {
-    dropped += drop_page(*page) ? 1 : 0;
-  }
-  return dropped;
 }
 
 }  // namespace delta

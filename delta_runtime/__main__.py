@@ -32,6 +32,7 @@ from delta_runtime.config import (
     Config,
     unknown_variables,
 )
+from delta_runtime.core.cgroup import cgroup_limit_bytes
 from delta_runtime.core.errors import DeltaError
 from delta_runtime.core.units import format_bytes
 
@@ -271,7 +272,7 @@ def _find_memory() -> list[Finding]:
         ram, swap = psutil.virtual_memory(), psutil.swap_memory()
         text = f"{format_bytes(ram.available)} available of {format_bytes(ram.total)}"
         findings.append(Finding("RAM", f"{text}, {format_bytes(swap.total)} swap"))
-    limit_bytes = _cgroup_limit_bytes()
+    limit_bytes = cgroup_limit_bytes()
     findings.append(Finding("cgroup", format_bytes(limit_bytes) if limit_bytes else "no limit"))
     findings.append(Finding("RLIMIT_MEMLOCK", _memlock_text()))
     return findings
@@ -284,36 +285,6 @@ def _memlock_text() -> str:
         return "unknown here"
     soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return "no limit" if soft == resource.RLIM_INFINITY else format_bytes(soft)
-
-
-def _cgroup_limit_bytes(
-    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> int | None:
-    """The smallest memory limit of this process's control groups (v1 or v2) and their parents."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return None
-    limits = []
-    for line in lines:
-        _hierarchy, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top, file_name = root, "memory.max"
-        elif "memory" in controllers.split(","):
-            top, file_name = root / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        # In a container the path may be the host's; what is mounted at the top is then our own.
-        group = top / path.lstrip("/")
-        for folder in [group, *group.parents]:
-            if not folder.is_relative_to(top):
-                break
-            try:
-                limits.append(int((folder / file_name).read_text()))
-            except (OSError, ValueError):  # not there, or "max"
-                continue
-    real = [limit for limit in limits if limit < 2**60]  # v1 writes "none" as a huge number
-    return min(real, default=None)
 
 
 def _find_tiers(torch: ModuleType | None) -> list[Finding]:

@@ -7,8 +7,8 @@ memory gets tight while no plan is followed.
 Note: steps and their boundaries
   1. Inside `runtime.step()` the step is the block. While the runtime is only entered, a step ends
      when something runs after backward, and a new one begins after an optimizer stepped.
-  2. An optimizer's step is observed but not taped: it holds nothing evictable. What is still
-     dropped when it begins is brought back first, for the recipes read the weights as they were.
+  2. An optimizer's step is observed but not taped: it holds nothing evictable. Where something is
+     still dropped when it begins, the weights that recipes read get a copy before they change.
   3. A step whose forward has been seen before follows the plan made from it; otherwise the policy's
      filter decides online.
 """
@@ -22,14 +22,12 @@ import os
 import sys
 import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeAlias
 
 import numpy as np
-import psutil
 import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -41,9 +39,10 @@ from delta_runtime.core.errors import BudgetInfeasible, DeltaError, UsageError
 from delta_runtime.core.graph import StepGraph
 from delta_runtime.core.model import Distance, PublishQueue
 from delta_runtime.core.units import BudgetSpec, BytesSpec, format_bytes
-from delta_runtime.decide.foresight import Foresight, foresee
+from delta_runtime.decide.known_steps import KnownSteps
 from delta_runtime.decide.ledger import Ledger, LedgerError
 from delta_runtime.decide.policies import Policy, Stress, get_policy
+from delta_runtime.device import resolve_budget, resolve_device
 from delta_runtime.extension import _C
 from delta_runtime.record.step_log import drain_events, read_step_graph
 from delta_runtime.report.step_report import StepReport, StepTotals
@@ -56,25 +55,10 @@ _DISTANCE = {Distance.NONE: 0, Distance.STALENESS: 1, Distance.NEXT_USE: 2}
 # Until a filter has ranked a page, C++ ranks it by the nearest local formula (DefaultWeight).
 _DEFAULT_WEIGHT = {"delta": 1, "largest": 1, "lru": 2, "next_use": 2}
 
-CALIBRATION_STEPS = 3
-"""Steps of one graph whose op times are taken (the least of them counts) before its plan is final."""
-MOST_PLANS = 16
-"""Graphs whose plans are remembered: alternating input shapes keep theirs."""
-_AUTO_MARGIN = 0.05
-
 HookPair: TypeAlias = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 _entered: Runtime | None = None
 _entered_lock = threading.Lock()
-
-
-@dataclass
-class _Known:
-    """What is known of one repeating step."""
-
-    graph: StepGraph
-    foresight: Foresight | None
-    runs: int = 1
 
 
 class Runtime:
@@ -145,10 +129,16 @@ class Runtime:
         _refuse_what_is_not_there(config)
         self.config = config
         self.policy = policy
-        self.device = _resolve_device(config.device)
+        self.device = resolve_device(config.device)
         if self.device.type == "cpu":
             _C.cpu_pool.install()
-        self.budget_bytes = _resolve_budget(config, self.device)
+        elif config.verify == "always":
+            raise UsageError(
+                "verify='always' compares bytes on the host.",
+                asked=f"verify='always' on {self.device}",
+                change="Take 'first' there, which compares on the device.",
+            )
+        self.budget_bytes = resolve_budget(config, self.device)
         self._session = _C.Session(
             device=str(self.device),
             budget_bytes=self.budget_bytes if policy.evicts_to else 0,
@@ -170,13 +160,13 @@ class Runtime:
             else Distance.NONE
         )
         self._session.set_distance(_DISTANCE[self._distance])
-        self._known: OrderedDict[int, _Known] = OrderedDict()
+        self._known = KnownSteps(plans=policy.plans)
+        self._logged = False
         self._step_events: list[Any] = []
         self._last: StepTotals | None = None
         self._totals = StepTotals()
         self._mark = StepTotals()
         self._graph: StepGraph | None = None
-        self._peak_bytes = 0
         self._depth = 0
         self._in_step = False
         self._closed = False
@@ -215,7 +205,8 @@ class Runtime:
         self._in_step = True
         error: BaseException | None = None
         try:
-            self._boundary()
+            if self._depth > 1:
+                self._boundary()
             self._session.set_boundary(None)
             yield self
         except BaseException as raised:
@@ -262,13 +253,13 @@ class Runtime:
                 self._detach()
                 with _entered_lock:
                     _entered = None
-            if self.config.strict and isinstance(error, torch.OutOfMemoryError):
-                raise self._infeasible() from error
+        if self.config.strict and isinstance(error, torch.OutOfMemoryError):
+            raise self._infeasible() from error
 
     def _attach(self, above: Sequence[HookPair] = ()) -> None:
         """Puts hooks, observer and soft limit in place, below the hooks in `above`."""
         self._attached = True
-        self._session.set_pump(None if self.policy.plans and not self._pumps else self._pump)
+        self._session.set_pump(self._pump if self._pumps else None)
         self._session.set_boundary(self._on_boundary)
         self._session.enter()
         if self.device.type == "cpu":
@@ -320,7 +311,6 @@ class Runtime:
 
     def close(self) -> None:
         """Ends the runtime. Idempotent. Backward of what was recorded goes on working."""
-        global _entered
         if self._closed:
             return
         if self._depth > 0 and threading.get_ident() == self._thread:
@@ -333,9 +323,13 @@ class Runtime:
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if any(callable(a) for a in args[1:]) or callable(kwargs.get("closure")):
             return  # a closure runs forward and backward inside the optimizer's step
-        if self._session.counters()["dropped_now_bytes"]:
-            self._session.restore_all()
         self._session.forget_past()
+        if self._session.counters()["dropped_now_bytes"]:
+            # Not every optimizer writes through the dispatcher, where we would see it.
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._session.prepare_write(parameter)
         self._session.set_taping(False)
 
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -353,19 +347,11 @@ class Runtime:
 
     def _begin_step(self) -> None:
         self._session.set_taping(True)  # an optimizer that raised has left it off
-        self._session.set_logging(self._wants_log())
+        self._logged = self._known.wants_log(missed=bool(self._last and self._last.plan_misses))
+        self._session.set_logging(self._logged)
         self._session.begin_step()
         if self.device.type == "cpu":
             _C.cpu_pool.reset_step_peak()
-
-    def _wants_log(self) -> bool:
-        """Log until every graph seen lately is calibrated."""
-        if not self._known:
-            return True
-        latest = next(reversed(self._known.values()))
-        return latest.runs < CALIBRATION_STEPS or bool(
-            self._last is not None and self._last.plan_misses
-        )
 
     def _finish_step(self) -> None:
         """Closes the step's account, unless nothing was saved in it."""
@@ -396,58 +382,15 @@ class Runtime:
             logger.info("%s", self.report().one_line())
 
     def _learn(self) -> None:
-        """Takes the logged graph in and makes or improves its plan."""
-        if not self._wants_log() or not self._step_events:
+        """Takes the logged step in, and gives the extension the plans that come of it."""
+        if not self._logged or not self._step_events:
             return
-        events = np.concatenate(self._step_events)
-        graph = read_step_graph(self._session, events)
+        graph = read_step_graph(self._session, np.concatenate(self._step_events))
         if graph is None or len(graph.saved) == 0:
             return
-        known = self._known.pop(graph.fingerprint, None)
-        if known is not None and known.graph.op_name == graph.op_name:
-            graph = replace(
-                graph,
-                op_seconds=np.minimum(known.graph.op_seconds, graph.op_seconds),
-                op_watermark_bytes=np.maximum(
-                    known.graph.op_watermark_bytes, graph.op_watermark_bytes
-                ),
-            )
-            known = _Known(graph, known.foresight, known.runs + 1)
-        else:
-            known = _Known(graph, None)
-        self._known[graph.fingerprint] = known
-        while len(self._known) > MOST_PLANS:
-            self._known.popitem(last=False)
-        self._graph = graph
+        self._graph = self._known.learn(graph, self.budget_bytes)
         if self.policy.plans or self._distance is Distance.NEXT_USE:
-            known.foresight = foresee(graph, self.budget_bytes)
-            self._publish_plans()
-
-    def _publish_plans(self) -> None:
-        tables = []
-        for known in reversed(self._known.values()):
-            graph, foresight = known.graph, known.foresight
-            if foresight is None:
-                continue
-            counts = np.zeros(graph.n_values + 1, dtype=np.int64)
-            counts[graph.saved + 1] = np.diff(graph.use_offsets)
-            by_value = np.argsort(graph.saved, kind="stable")
-            uses = [
-                graph.uses[graph.use_offsets[page] : graph.use_offsets[page + 1]]
-                for page in by_value
-            ]
-            weights = foresight.weights if self.policy.plans else np.ones(graph.n_values)
-            rebuilt = foresight.rebuilt_weights if self.policy.plans else weights
-            tables.append(
-                (
-                    np.ascontiguousarray(graph.value_fingerprint),
-                    np.ascontiguousarray(weights),
-                    np.ascontiguousarray(rebuilt),
-                    np.cumsum(counts).astype(np.int32),
-                    np.concatenate([np.empty(0, np.int64), *uses]).astype(np.int64),
-                )
-            )
-        self._session.set_plans(tables)
+            self._session.set_plans(self._known.tables())
 
     def _warn_if_over(self, peak_bytes: int) -> None:
         if not self.policy.evicts_to or peak_bytes <= self.budget_bytes:
@@ -637,61 +580,6 @@ def _refuse_what_is_not_there(config: Config) -> None:
                 asked=f"{name}={value!r}",
                 change="Leave it out: this version makes room by recomputation.",
             )
-
-
-def _resolve_device(name: str | None) -> torch.device:
-    if name is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is None:
-            return torch.device("cpu")
-        return torch.device(accelerator.type, torch.accelerator.current_device_index())
-    try:
-        device = torch.device(name)
-        if device.type != "cpu" and device.index is None:
-            device = torch.device(device.type, torch.accelerator.current_device_index())
-        torch.empty(0, device=device)
-    except Exception as error:
-        raise UsageError(
-            f"device: {name!r} cannot be used.", found=f"{type(error).__name__}: {error}"
-        ) from error
-    return device
-
-
-def _cgroup_limit_bytes() -> int | None:
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path) as file:
-                text = file.read().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 1 << 60:
-            return int(text)
-    return None
-
-
-def _resolve_budget(config: Config, device: torch.device) -> int:
-    """The budget in bytes on this device.
-
-    Raises:
-        UsageError: more than the device has.
-    """
-    if device.type == "cpu":
-        memory = psutil.virtual_memory()
-        total_bytes = min(memory.total, _cgroup_limit_bytes() or memory.total)
-        capacity_bytes = _C.cpu_pool.capacity_bytes() or total_bytes
-        free_bytes = min(memory.available, total_bytes)
-        if _C.cpu_pool.capacity_bytes():
-            free_bytes = capacity_bytes - _C.cpu_pool.live_bytes()
-        held_bytes = _C.cpu_pool.live_bytes()
-    else:
-        free_bytes, capacity_bytes = torch.accelerator.get_memory_info(device)
-        held_bytes = torch.accelerator.memory_allocated(device)
-    given = config.budget_bytes(capacity_bytes)
-    if given is not None:
-        return given
-    if device.type == "cpu" and _C.cpu_pool.capacity_bytes():
-        return int(capacity_bytes)  # a pool's capacity is all ours
-    return int((free_bytes + held_bytes) * (1 - _AUTO_MARGIN))
 
 
 __all__ = ["DeltaError", "Runtime", "disable", "mark_written", "start_ambient"]

@@ -49,9 +49,9 @@ import delta_runtime as delta
 from delta_runtime import cpu_pool
 from delta_runtime.core.model import EventKind
 from delta_runtime.core.units import format_bytes, format_seconds
+from delta_runtime.decide.known_steps import CALIBRATION_STEPS
 from delta_runtime.decide.policies import POLICIES
 from delta_runtime.report.step_report import StepTotals
-from delta_runtime.runtime import CALIBRATION_STEPS
 from scripts.train_plain import THREADS
 from scripts.workloads import (
     WORKLOADS,

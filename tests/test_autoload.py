@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import delta_runtime_autoload as autoload
-from delta_runtime.__main__ import _cgroup_limit_bytes
 from delta_runtime.config import VARIABLES
+from delta_runtime.core.cgroup import cgroup_limit_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ["python", "train.py"]
@@ -325,7 +325,7 @@ def test_doctor_finds_the_control_groups_limit(tmp_path, membership, limits, lim
     for name, text in limits.items():
         (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / name).write_text(text + "\n")
-    assert _cgroup_limit_bytes(tmp_path / "root", tmp_path / "membership") == limit_bytes
+    assert cgroup_limit_bytes(tmp_path / "root", tmp_path / "membership") == limit_bytes
 
 
 def test_a_bad_budget_leaves_an_unmodified_script_alone():

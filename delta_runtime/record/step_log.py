@@ -15,21 +15,18 @@ from delta_runtime.core.model import EVENT_DTYPE, EventKind, Events
 LOGGED_OP_DTYPE = np.dtype(
     [
         ("fingerprint", "<u8"),
-        ("signature", "<u8"),
         ("name_hash", "<u8"),
         ("tick", "<i8"),
         ("live_bytes", "<i8"),
         ("dropped_bytes", "<i8"),
         ("watermark_bytes", "<i8"),
-        ("managed_bytes", "<i8"),
         ("input_bytes", "<i8"),
         ("seconds", "<f8"),
-        ("phase", "<i4"),
+        ("phase", "<i8"),
         ("first_input", "<i4"),
         ("n_inputs", "<i4"),
         ("first_output", "<i4"),
         ("n_outputs", "<i4"),
-        ("flags", "<i4"),
     ]
 )
 LOGGED_VALUE_DTYPE = np.dtype([("key", "<i8"), ("bytes", "<i8")])

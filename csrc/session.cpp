@@ -1,0 +1,388 @@
+// Entering and leaving a session, steps, and the table of pages.
+#include <ATen/record_function.h>
+#include <c10/core/CachingDeviceAllocator.h>
+
+#include "cpu_pool.h"
+#include "observer.h"
+#include "session.h"
+
+namespace delta {
+namespace {
+
+constexpr size_t kMostFacts = 1 << 18;
+
+// Only one session is entered at a time in a process. Backward may run on a thread of the autograd
+// engine, which inherits the callback but not our thread-local session.
+std::mutex g_entered_mutex;
+c10::intrusive_ptr<Session> g_entered;
+
+int64_t rescue(int64_t bytes) {
+  if (thread_trash().locked) {
+    return 0;
+  }
+  auto session = entered_session();
+  return session ? session->make_room(bytes, /*inside_allocation=*/true) : 0;
+}
+
+// A source: a value that no recorded op made.
+c10::intrusive_ptr<Value> make_source(int64_t bytes) {
+  auto value = c10::make_intrusive<Value>();
+  value->bytes = bytes;
+  value->input = true;
+  return value;
+}
+
+void take_version(Page& page, const at::Tensor& t, int64_t version) {
+  page.version_counter = t.unsafeGetTensorImpl()->version_counter();
+  page.version = version;
+  page.version_known = true;
+  if (!page.current->producer) {
+    page.current->version_counter = page.version_counter;
+    page.current->version = version;
+  }
+}
+
+}  // namespace
+
+c10::intrusive_ptr<Session> entered_session() {
+  std::lock_guard<std::mutex> guard(g_entered_mutex);
+  return g_entered;
+}
+
+Session::Session(SessionOptions options) : options_(options), random_(options.seed) {}
+
+Session::~Session() = default;
+
+void Session::enter() {
+  TORCH_CHECK(!entered_, "this runtime is entered already");
+  {
+    std::lock_guard<std::mutex> guard(g_entered_mutex);
+    TORCH_CHECK(!g_entered, "another runtime is entered already");
+    g_entered = c10::intrusive_ptr<Session>::reclaim_copy(this);
+  }
+  entered_ = true;
+  auto& ts = thread_state();
+  ts.session = this;
+  ts.depth = 0;
+  ts.open.clear();
+  callback_ = at::addThreadLocalCallback(observer_callback());
+  if (options_.device.is_cpu()) {
+    cpu_pool::set_rescue(&rescue);
+    set_budget(options_.budget_bytes);
+  }
+}
+
+void Session::leave() {
+  if (!entered_) {
+    return;
+  }
+  at::removeCallback(callback_);
+  entered_ = false;
+  auto& ts = thread_state();
+  ts.session = nullptr;
+  ts.depth = 0;
+  ts.open.clear();
+  if (options_.device.is_cpu()) {
+    cpu_pool::set_rescue(nullptr);
+    cpu_pool::set_soft_limit(0);
+  }
+  c10::intrusive_ptr<Session> last;
+  std::lock_guard<std::mutex> guard(g_entered_mutex);
+  last = std::move(g_entered);
+}
+
+void Session::begin_step() {
+  forget_past();
+  Guard guard(*this);
+  ++step_;
+  step_begin_tick_ = tick_;
+  next_key_ = 0;
+  fingerprint_ = 0;
+  phase_ = Phase::Forward;
+  plan_ = plans_.empty() ? nullptr : plans_.front().get();
+  if (op_facts_.size() > kMostFacts) {
+    op_facts_.clear();  // of a program whose shapes never repeat
+  }
+  log_ops_.clear();
+  log_inputs_.clear();
+  log_outputs_.clear();
+}
+
+void Session::end_step() {
+  forget_past();
+  Guard guard(*this);
+  emit(EventKind::Step, nullptr, 0, 0);
+}
+
+// ---------------------------------------------------------------- pages
+
+void Session::Guard::lock() {
+  session_.mutex_.lock();
+  thread_trash().locked = true;
+  held_ = true;
+}
+
+void Session::Guard::unlock() {
+  auto& trash = thread_trash();
+  trash.locked = false;
+  held_ = false;
+  if (trash.storages.empty() && trash.values.empty()) {
+    session_.mutex_.unlock();
+    return;
+  }
+  std::vector<c10::Storage> storages;
+  std::vector<c10::IValue> values;
+  storages.swap(trash.storages);
+  values.swap(trash.values);
+  session_.mutex_.unlock();
+}
+
+Page* Session::find_page(const c10::StorageImpl* storage) {
+  auto it = pages_.find(storage);
+  return it == pages_.end() ? nullptr : it->second.get();
+}
+
+Page* Session::page_of(const at::Tensor& t) {
+  auto* storage = storage_of(t);
+  const int64_t version = version_of(t);
+  auto [entry, unknown] = pages_.emplace(storage, nullptr);
+  if (!unknown) {
+    Page* page = entry->second.get();
+    if (page->many_counters || version < 0) {
+      return page;
+    }
+    if (!page->version_known) {
+      take_version(*page, t, version);
+    } else if (version > page->version) {
+      spoil(*page, t);
+    }
+    return page;
+  }
+  entry->second = c10::make_intrusive<Page>(t.storage().getWeakStorageImpl());
+  Page* page = entry->second.get();
+  page->bytes = static_cast<int64_t>(storage->nbytes());
+  page->set_current(make_source(page->bytes));
+  if (version >= 0) {
+    take_version(*page, t, version);
+  }
+  if (options_.device.is_cpu() && page->bytes > 0 &&
+      !cpu_pool::owns(storage->_mutable_data_ptr_no_checks())) {
+    charge_uncounted(*page, page->bytes);
+  }
+  return page;
+}
+
+// The budget is about all that the device holds; what the pool cannot see is charged to it here.
+void Session::charge_uncounted(Page& page, int64_t bytes) {
+  uncounted_bytes_ += bytes - page.uncounted_bytes;
+  page.uncounted_bytes = bytes;
+  if (entered_ && options_.budget_bytes > 0) {
+    cpu_pool::set_soft_limit(std::max<int64_t>(1, options_.budget_bytes - uncounted_bytes_));
+  }
+}
+
+void Session::set_budget(int64_t bytes) {
+  options_.budget_bytes = bytes;
+  if (entered_ && options_.device.is_cpu()) {
+    cpu_pool::set_soft_limit(bytes > 0 ? std::max<int64_t>(1, bytes - uncounted_bytes_) : 0);
+  }
+}
+
+// From here on the page holds something that no recorded op made.
+void Session::set_unknown_content(Page& page, const at::Tensor& t) {
+  page.set_current(make_source(page.bytes));
+  const int64_t version = version_of(t);
+  if (version >= 0) {
+    take_version(page, t, version);
+  }
+  if (page.tickets > 0) {
+    emit(EventKind::Inadmissible, &page, page.bytes, 0);
+  }
+}
+
+// Something wrote to the page that we did not see. Recipes that start from its former content are
+// lost: rebuilding them raises, and what is still there is not dropped any more.
+void Session::spoil(Page& page, const at::Tensor& t) {
+  if (page.current->anchor &&
+      page.current->anchor.unsafeGetStorageImpl() == page.weak._unsafe_get_target()) {
+    page.current->spoiled = true;
+    ++anchor_epoch_;
+  }
+  set_unknown_content(page, t);
+}
+
+void Session::mark_written(const at::Tensor& t) {
+  if (!is_plain(t)) {
+    return;
+  }
+  Guard guard(*this);
+  if (Page* page = find_page(storage_of(t))) {
+    spoil(*page, t);
+  }
+}
+
+// Something that we shall not see is about to write to this tensor.
+void Session::prepare_write(const at::Tensor& t) {
+  if (!is_plain(t)) {
+    return;
+  }
+  std::vector<c10::intrusive_ptr<Value>> to_clone;
+  {
+    Guard guard(*this);
+    if (Page* page = find_page(storage_of(t))) {
+      before_write(*page, t, to_clone);
+    }
+  }
+  clone_sources(to_clone);
+}
+
+// An op that is not taped is about to write to the page.
+void Session::before_write(Page& page, const at::Tensor& t, ToClone& to_clone) {
+  if (page.version_known && !page.many_counters && version_of(t) > page.version) {
+    spoil(page, t);
+    return;
+  }
+  if (needs_clone(page)) {
+    to_clone.push_back(page.current);
+  }
+  set_unknown_content(page, t);
+}
+
+// A source that some dropped page needs gets a copy of its own before it is overwritten. Where
+// there is no room for that, what needs it raises when it is rebuilt.
+void Session::clone_sources(const ToClone& sources) {
+  for (const auto& value : sources) {
+    c10::Storage copy;
+    if (sabotage() != Sabotage::NoCloneOnWrite) {
+      try {
+        const c10::Storage old = value->anchor;
+        auto* allocator = c10::GetAllocator(old.device_type());
+        c10::DataPtr data = allocator->allocate(old.nbytes());
+        allocator->copy_data(data.get(), old.data(), old.nbytes());
+        copy = c10::Storage(c10::Storage::use_byte_size_t(), old.nbytes(), std::move(data),
+                            allocator, true);
+      } catch (const std::exception&) {
+        Guard guard(*this);
+        value->spoiled = true;
+        ++anchor_epoch_;
+        continue;
+      }
+    }
+    Guard guard(*this);
+    if (copy) {
+      thread_trash().take(std::move(value->anchor));
+      value->anchor = std::move(copy);
+    }
+    value->version = -1;
+    ++counters_.clones_on_write;
+  }
+}
+
+// Whether what is about to be overwritten is an anchored source that some record can still reach.
+// Lets go of an anchor that none can.
+bool Session::needs_clone(Page& page) {
+  Value& value = *page.current;
+  if (!value.anchor || value.anchor.unsafeGetStorageImpl() != page.weak._unsafe_get_target()) {
+    return false;
+  }
+  if (page.current.use_count() > 1) {
+    return true;
+  }
+  thread_trash().take(std::move(value.anchor));
+  value.anchor = c10::Storage();
+  return false;
+}
+
+bool Session::storage_alive(const Value& v) const {
+  return v.home != nullptr && v.home->residency == Residency::Resident &&
+         (v.home->strong || !v.home->weak.expired());
+}
+
+bool Session::content_unchanged(const Page& page) const {
+  return page.many_counters || !page.version_known || page.version < 0 ||
+         static_cast<int64_t>(page.version_counter.current_version()) <= page.version;
+}
+
+// Between steps: what no ticket needs is a source from here on, so that a loss that is kept does
+// not keep the records of its whole step, and with them the anchors of the weights.
+void Session::forget_past() {
+  Guard guard(*this);
+  const auto past = [](const Page& page) {
+    return page.tickets == 0 && page.current->producer && page.current.use_count() == 1;
+  };
+  std::vector<Page*> waiting;
+  for (auto& [storage, page] : pages_) {
+    if (past(*page)) {
+      waiting.push_back(page.get());
+    }
+  }
+  while (!waiting.empty()) {
+    Page& page = *waiting.back();
+    waiting.pop_back();
+    if (!past(page)) {
+      continue;
+    }
+    auto record = page.current->producer;
+    auto source = make_source(page.bytes);
+    if (page.version_known && !page.many_counters) {
+      source->version_counter = page.version_counter;
+      source->version = page.version;
+    }
+    page.set_current(std::move(source));
+    if (record.use_count() > 1) {
+      continue;  // another output needs it
+    }
+    // With this record go the last uses of what it read, perhaps.
+    std::vector<Page*> homes;
+    for (auto& ref : record->inputs) {
+      if (ref.value->home != nullptr) {
+        homes.push_back(ref.value->home);
+      }
+    }
+    record.reset();
+    for (Page* home : homes) {
+      if (past(*home)) {
+        waiting.push_back(home);
+      }
+    }
+  }
+  sweep();
+}
+
+void Session::sweep() {
+  for (auto it = pages_.begin(); it != pages_.end();) {
+    Page& page = *it->second;
+    if (page.tickets == 0 && page.weak.expired()) {
+      if (page.uncounted_bytes > 0) {
+        charge_uncounted(page, 0);
+      }
+      it = pages_.erase(it);
+    } else {
+      ++it;
+    }
+  }
+  // Only now: the pages that went may have been the last to reach these.
+  for (auto& [storage, page] : pages_) {
+    if (page->current->anchor && page->current.use_count() == 1) {
+      thread_trash().take(std::move(page->current->anchor));
+      page->current->anchor = c10::Storage();
+    }
+  }
+}
+
+void Session::emit(EventKind kind, const Page* page, int64_t bytes, double seconds, int64_t key,
+                   int reason) {
+  events_.push_back({static_cast<int32_t>(kind), reason, page != nullptr ? page->id : -1, tick_,
+                     bytes, key, seconds});
+}
+
+int64_t Session::live_bytes() const {
+  if (options_.device.is_cpu()) {
+    return cpu_pool::live_bytes() + uncounted_bytes_;
+  }
+  auto stats =
+      c10::getDeviceAllocator(options_.device.type())->getDeviceStats(options_.device.index());
+  return stats.allocated_bytes[0].current;
+}
+
+}  // namespace delta

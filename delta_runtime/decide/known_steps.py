@@ -1,0 +1,107 @@
+"""The steps that have been seen, by their graph, and the plans made from them.
+
+Covers when a step has to be logged, how several runs of one graph become one record, and the plans
+in the form in which the extension follows them. What a plan says is `foresight`'s concern.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from delta_runtime.core.graph import Floats, Ints, StepGraph, Words
+from delta_runtime.decide.foresight import Foresight, foresee
+
+CALIBRATION_STEPS = 3
+"""Steps of one graph whose op times are taken (the least of them counts) before its plan is final."""
+MOST_GRAPHS = 16
+"""Graphs that are remembered: alternating input shapes keep their plans."""
+
+
+class PlanTable(NamedTuple):
+    """One plan as the extension reads it: columns over the values of a step."""
+
+    fingerprints: Words
+    weights: Floats
+    rebuilt_weights: Floats
+    use_offsets: Ints
+    uses: Ints
+
+
+@dataclass
+class _Known:
+    graph: StepGraph
+    foresight: Foresight | None = None
+    runs: int = 1
+
+
+class KnownSteps:
+    """Remembers the graphs of the latest steps.
+
+    Args:
+        plans: whether plans are made; else only the order of uses is told.
+    """
+
+    def __init__(self, *, plans: bool) -> None:
+        self._plans = plans
+        self._known: OrderedDict[int, _Known] = OrderedDict()
+
+    def wants_log(self, *, missed: bool) -> bool:
+        """Whether the next step should be logged.
+
+        Args:
+            missed: whether the last step left the plans that there are.
+        """
+        if not self._known:
+            return True
+        return missed or next(reversed(self._known.values())).runs < CALIBRATION_STEPS
+
+    def learn(self, graph: StepGraph, budget_bytes: int) -> StepGraph:
+        """Take the record of a step in and make, or improve, its plan.
+
+        Returns:
+            The record with the least seconds and the highest watermarks of all runs of this graph.
+        """
+        known = self._known.pop(graph.fingerprint, None)
+        if known is not None and known.graph.op_name == graph.op_name:
+            graph = replace(
+                graph,
+                op_seconds=np.minimum(known.graph.op_seconds, graph.op_seconds),
+                op_watermark_bytes=np.maximum(
+                    known.graph.op_watermark_bytes, graph.op_watermark_bytes
+                ),
+            )
+            known = _Known(graph, known.foresight, known.runs + 1)
+        else:
+            known = _Known(graph)
+        self._known[graph.fingerprint] = known
+        while len(self._known) > MOST_GRAPHS:
+            self._known.popitem(last=False)
+        if self._plans:
+            known.foresight = foresee(graph, budget_bytes)
+        return graph
+
+    def tables(self) -> list[PlanTable]:
+        """The plans of all known graphs, latest first."""
+        return [_table(known.graph, known.foresight) for known in reversed(self._known.values())]
+
+
+def _table(graph: StepGraph, foresight: Foresight | None) -> PlanTable:
+    counts = np.zeros(graph.n_values + 1, dtype=np.int64)
+    counts[graph.saved + 1] = np.diff(graph.use_offsets)
+    uses = [
+        graph.uses[graph.use_offsets[page] : graph.use_offsets[page + 1]]
+        for page in np.argsort(graph.saved, kind="stable")
+    ]
+    weights = foresight.weights if foresight else np.ones(graph.n_values)
+    rebuilt_weights = foresight.rebuilt_weights if foresight else weights
+    return PlanTable(
+        fingerprints=np.ascontiguousarray(graph.value_fingerprint),
+        weights=np.ascontiguousarray(weights),
+        rebuilt_weights=np.ascontiguousarray(rebuilt_weights),
+        use_offsets=np.cumsum(counts).astype(np.int32),
+        uses=np.concatenate([np.empty(0, np.int64), *uses]).astype(np.int64),
+    )

@@ -1,0 +1,61 @@
+"""The device that a runtime manages, and how many bytes of it a budget means."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from delta_runtime.config import Config
+from delta_runtime.core.cgroup import cgroup_limit_bytes
+from delta_runtime.core.errors import UsageError
+from delta_runtime.extension import _C
+
+_AUTO_MARGIN = 0.05
+
+
+def resolve_device(name: str | None) -> torch.device:
+    """The device of that name; for None the current accelerator, or the CPU where there is none.
+
+    Raises:
+        UsageError: there is no such device here.
+    """
+    if name is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None:
+            return torch.device("cpu")
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    try:
+        device = torch.device(name)
+        if device.type != "cpu" and device.index is None:
+            device = torch.device(device.type, torch.accelerator.current_device_index())
+        torch.empty(0, device=device)
+    except Exception as error:
+        raise UsageError(
+            f"device: {name!r} cannot be used.", found=f"{type(error).__name__}: {error}"
+        ) from error
+    return device
+
+
+def resolve_budget(config: Config, device: torch.device) -> int:
+    """The budget in bytes on this device.
+
+    Raises:
+        UsageError: more than the device has.
+    """
+    if device.type == "cpu":
+        pool_bytes = _C.cpu_pool.capacity_bytes()
+        held_bytes = _C.cpu_pool.live_bytes()
+        memory = psutil.virtual_memory()
+        total_bytes = min(memory.total, cgroup_limit_bytes() or memory.total)
+        capacity_bytes = pool_bytes or total_bytes
+        free_bytes = min(memory.available, total_bytes)
+    else:
+        pool_bytes = 0
+        held_bytes = torch.accelerator.memory_allocated(device)
+        free_bytes, capacity_bytes = torch.accelerator.get_memory_info(device)
+    given = config.budget_bytes(capacity_bytes)
+    if given is not None:
+        return given
+    if pool_bytes:
+        return int(pool_bytes)  # a pool's capacity is all ours
+    return int((free_bytes + held_bytes) * (1 - _AUTO_MARGIN))
