@@ -193,6 +193,7 @@ void bind_pool(py::module_& m) {
   pool.def("soft_limit_bytes", [] { return cpu_pool::limits().soft_limit_bytes; });
   pool.def("set_rescue_enabled", &cpu_pool::set_rescue_enabled);
   pool.def("live_bytes", &cpu_pool::live_bytes);
+  pool.def("resident_bytes", &cpu_pool::resident_bytes);
   pool.def("peak_bytes", &cpu_pool::peak_bytes);
   pool.def("reset_peak", &cpu_pool::reset_peak);
   pool.def("allocation_count", &cpu_pool::allocation_count);

@@ -10,6 +10,8 @@
 #include <atomic>
 #include <mutex>
 
+#include "arena.h"
+
 namespace delta {
 namespace cpu_pool {
 namespace {
@@ -42,8 +44,25 @@ void release(void* block) {
   if (block == nullptr) {
     return;
   }
+  if (arena::owns(block)) {
+    const auto bytes = static_cast<int64_t>(arena::release(block));
+    g_live.fetch_sub(bytes, std::memory_order_relaxed);
+    return;
+  }
   g_live.fetch_sub(static_cast<int64_t>(malloc_usable_size(block)), std::memory_order_relaxed);
   c10::free_cpu(block);
+}
+
+void raise_peaks(int64_t live) {
+  raise_to(g_peak, live);
+  raise_to(g_step_peak, live);
+  raise_to(g_window_peak, live);
+}
+
+void limit_arena() {
+  const int64_t soft = g_soft_limit.load();
+  const int64_t capacity = g_capacity.load();
+  arena::set_limit(soft > 0 && capacity > 0 ? std::min(soft, capacity) : std::max(soft, capacity));
 }
 
 // Asks the rescue for `bytes`; returns true if it freed anything. Never recursive.
@@ -72,22 +91,11 @@ class PoolAllocator final : public c10::Allocator {
     if (n == 0) {
       return {nullptr, nullptr, &release, device};
     }
-    // malloc rounds up; what is really taken is counted, so the most that it can be is reserved.
-    int64_t bytes = static_cast<int64_t>(n) + (n >= 65536 ? 4096 + 64 : 128);
-    reserve(bytes);
-    void* block = nullptr;
-    try {
-      block = c10::alloc_cpu(n);
-    } catch (...) {
-      g_live.fetch_sub(bytes, std::memory_order_relaxed);
-      throw;
-    }
-    int64_t extra = static_cast<int64_t>(malloc_usable_size(block)) - bytes;
-    int64_t live = g_live.fetch_add(extra, std::memory_order_relaxed) + extra;
-    raise_to(g_peak, live);
-    raise_to(g_step_peak, live);
-    raise_to(g_window_peak, live);
     g_allocations.fetch_add(1, std::memory_order_relaxed);
+    void* block = n >= arena::kLeastBytes ? from_arena(n) : nullptr;
+    if (block == nullptr) {
+      block = from_malloc(n);
+    }
     return {block, block, &release, device};
   }
 
@@ -98,10 +106,38 @@ class PoolAllocator final : public c10::Allocator {
   }
 
  private:
+  static void* from_arena(size_t n) {
+    const auto bytes = static_cast<int64_t>(arena::rounded(n));
+    const int64_t live = reserve(bytes);
+    void* block = arena::allocate(n);
+    if (block == nullptr) {
+      g_live.fetch_sub(bytes, std::memory_order_relaxed);
+      return nullptr;
+    }
+    raise_peaks(live);
+    return block;
+  }
+
+  static void* from_malloc(size_t n) {
+    // malloc rounds up; what is really taken is counted, so the most that it can be is reserved.
+    const int64_t bytes = static_cast<int64_t>(n) + (n >= 65536 ? 4096 + 64 : 128);
+    reserve(bytes);
+    void* block = nullptr;
+    try {
+      block = c10::alloc_cpu(n);
+    } catch (...) {
+      g_live.fetch_sub(bytes, std::memory_order_relaxed);
+      throw;
+    }
+    const int64_t extra = static_cast<int64_t>(malloc_usable_size(block)) - bytes;
+    raise_peaks(g_live.fetch_add(extra, std::memory_order_relaxed) + extra);
+    return block;
+  }
+
   // Note: reserve first, act, commit. `bytes` are counted before the memory is taken, so that two
   // threads cannot both fit into the same room, and given back on every way out that does not
-  // allocate.
-  static void reserve(int64_t bytes) {
+  // allocate. Returns the bytes live with them.
+  static int64_t reserve(int64_t bytes) {
     int64_t live = g_live.fetch_add(bytes, std::memory_order_relaxed) + bytes;
     int64_t soft = g_soft_limit.load(std::memory_order_relaxed);
     if (soft > 0 && live > soft) {
@@ -132,6 +168,7 @@ class PoolAllocator final : public c10::Allocator {
                          " bytes (delta_runtime.cpu_pool).");
       }
     }
+    return live;
   }
 };
 
@@ -149,8 +186,14 @@ void install() {
 }
 
 bool installed() { return g_installed.load(); }
-void set_capacity(int64_t bytes) { g_capacity.store(bytes); }
-void set_soft_limit(int64_t bytes) { g_soft_limit.store(bytes); }
+void set_capacity(int64_t bytes) {
+  g_capacity.store(bytes);
+  limit_arena();
+}
+void set_soft_limit(int64_t bytes) {
+  g_soft_limit.store(bytes);
+  limit_arena();
+}
 Limits limits() { return {g_soft_limit.load(), g_capacity.load()}; }
 void set_rescue(RescueFn fn) { g_rescue.store(fn, std::memory_order_release); }
 void set_rescue_enabled(bool enabled) { g_rescue_enabled.store(enabled); }
@@ -158,6 +201,7 @@ void set_soft_limit_is_hard(bool hard) { g_soft_limit_is_hard.store(hard); }
 bool owns(const c10::DataPtr& data) { return data.get_deleter() == &release; }
 void reset_step_peak() { g_step_peak.store(g_live.load()); }
 int64_t step_peak_bytes() { return g_step_peak.load(); }
+int64_t resident_bytes() { return arena::resident_bytes(); }
 int64_t live_bytes() { return g_live.load(std::memory_order_relaxed); }
 int64_t peak_bytes() { return g_peak.load(std::memory_order_relaxed); }
 void reset_peak() { g_peak.store(g_live.load()); }

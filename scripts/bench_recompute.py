@@ -2,7 +2,9 @@
 
 A benchmark. Trains M1 and M2 of scripts/workloads.py with `policy="recompute"` at several shares of the activations
 (`--filters`: with every filter), with the pool's capacity at the budget; every managed step has an ordinary one before
-and after it, in one process, on one training state, and its ratio is to their mean. Beside it the peer:
+and after it, in one process, on one training state, and its ratio is to their mean. Each timed step, of either kind,
+comes after another one like it that is not timed: going from one kind to the other moves memory from and to the
+system, which no training run does at each step. Beside it the peer:
 torch.utils.checkpoint around every block, and the runtime at a budget equal to that peer's peak.
 Takes about 6 minutes on two idle cores (`--filters`: about 20); needs no GPU. Exits 1 if a row ran out of memory or
 a limit of time was missed.
@@ -345,9 +347,7 @@ class Contender:
 
     def predicted_s(self) -> float | None:
         """Seconds of recomputation that the plan expects; None where there is no plan."""
-        if self.runtime is None or not self.runtime.policy.plans or not self.runtime._known:
-            return None
-        foresight = next(reversed(self.runtime._known.values())).foresight
+        foresight = None if self.runtime is None else self.runtime._known.foresight
         return None if foresight is None else foresight.predicted_seconds
 
 
@@ -508,14 +508,15 @@ def bench(workload: Workload, settings: Settings) -> Result:
 
     def ordinary() -> float:
         nonlocal index
-        index += 1
-        batch = state.batch(index)
-        gc.collect()
-        begin = time.perf_counter()
-        train_step(state, batch)
-        return time.perf_counter() - begin
+        for _ in range(2):  # the first one warms up
+            index += 1
+            batch = state.batch(index)
+            gc.collect()
+            begin = time.perf_counter()
+            train_step(state, batch)
+            seconds = time.perf_counter() - begin
+        return seconds
 
-    ordinary()
     for turn in range(settings.rounds):
         running = [contender for contender in contenders if not contender.failure]
         if turn % 2:
@@ -523,7 +524,10 @@ def bench(workload: Workload, settings: Settings) -> Result:
         before = ordinary()
         told = []
         for contender in running:
-            index += 1
+            index += 2
+            contender.step(state, state.batch(index - 1))
+            if contender.watch is not None:
+                contender.watch.take()
             seconds = contender.step(state, state.batch(index))
             after = ordinary()
             if not contender.failure:

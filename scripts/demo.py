@@ -252,8 +252,6 @@ def _high_water_bytes(process: int) -> int:
 def run_plain(model: str, steps: int, budget_bytes: int | None = None) -> PlainRun:
     """Runs the plain script in a process of its own, with DELTA_BUDGET in its environment or without."""
     environ = {name: text for name, text in os.environ.items() if not name.startswith("DELTA_")}
-    # glibc keeps what is freed for itself unless large blocks are mapped one by one; resident memory would say nothing.
-    environ["MALLOC_MMAP_THRESHOLD_"] = "131072"
     if budget_bytes is not None:
         environ["DELTA_BUDGET"] = str(budget_bytes)
         if torch.accelerator.is_available():

@@ -49,6 +49,11 @@ class KnownSteps:
         self._plans = plans
         self._known: OrderedDict[int, _Known] = OrderedDict()
 
+    @property
+    def foresight(self) -> Foresight | None:
+        """The plan of the latest graph; None where there is none."""
+        return next(reversed(self._known.values())).foresight if self._known else None
+
     def wants_log(self, *, missed: bool) -> bool:
         """Whether the next step should be logged.
 
