@@ -9,8 +9,8 @@
 //
 // Here free memory stays resident as long as all that is resident exceeds the limit by no more than
 // an eighth (room for what fragments), and goes back to the system beyond that. Without a limit it
-// may be a quarter more than the most that was in use. Blocks come out of one reservation of address space; where that cannot
-// be had, the pool uses malloc.
+// may be a quarter more than the most that was in use. Blocks come out of one reservation of
+// address space; where that cannot be had, the pool uses malloc.
 #pragma once
 
 #include <cstddef>

@@ -197,16 +197,18 @@ OpInfo* op_info(const at::RecordFunction& fn) {
   static ska::flat_hash_map<const void*, std::unique_ptr<OpInfo>> table;
   // In front of it: each thread's latest op by some bits of the pointer.
   constexpr size_t kSlots = 1024;
-  struct Latest {
-    const void* key[kSlots] = {};
-    OpInfo* info[kSlots] = {};
+  struct Known {
+    const void* key = nullptr;
+    OpInfo* info = nullptr;
   };
-  auto& latest = per_thread<Latest>();
+  struct Latest {
+    Known slots[kSlots];
+  };
   const void* key = fn.name();
   const auto bits = reinterpret_cast<uintptr_t>(key);
-  const size_t slot = ((bits >> 4) ^ (bits >> 14)) % kSlots;
-  if (latest.key[slot] == key) {
-    return latest.info[slot];
+  Known& latest = per_thread<Latest>().slots[((bits >> 4) ^ (bits >> 14)) % kSlots];
+  if (latest.key == key) {
+    return latest.info;
   }
   auto operator_name = fn.operator_name();
   if (!operator_name.has_value()) {
@@ -221,9 +223,8 @@ OpInfo* op_info(const at::RecordFunction& fn) {
   if (it == table.end()) {
     it = table.emplace(key, make_info(*handle)).first;
   }
-  latest.key[slot] = key;
-  latest.info[slot] = it->second.get();
-  return it->second.get();
+  latest = {key, it->second.get()};
+  return latest.info;
 }
 
 bool is_transparent(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs, bool on_cpu) {

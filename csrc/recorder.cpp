@@ -19,6 +19,9 @@ struct Observed : at::ObserverContext, Pooled<Observed> {};
 
 // Compiled code announces itself by these names; what it saves can be swapped, not made again.
 bool opaque_region(const char* name) {
+  if (name[0] != 'T' && name[0] != 'C') {
+    return false;  // most are autograd's own ranges
+  }
   return std::strncmp(name, "Torch-Compiled Region", 21) == 0 ||
          std::strcmp(name, "CompiledFunction") == 0;
 }
@@ -303,7 +306,6 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
       }
     });
   }
-  open.signature = signature;
   c10::intrusive_ptr<OpRecord> record;
   if (taping) {
     record = new_record(info, inputs, options_.device);
@@ -312,9 +314,12 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
   ToClone to_clone;
   {
     Guard guard(*this);
-    const auto known = op_facts_.find(signature);
-    const OpFacts facts = known == op_facts_.end() ? OpFacts() : known->second;
-    open.known_seconds = facts.seconds;
+    const auto [entry, unknown] = facts_of_.emplace(signature, op_facts_.size());
+    if (unknown) {
+      op_facts_.emplace_back();
+    }
+    open.facts = entry->second;
+    const OpFacts facts = op_facts_[open.facts];
     open.timed = logging_ || facts.seconds < 0;
     const int64_t need = facts.watermark_bytes >= 0 ? facts.watermark_bytes : input_bytes;
     const bool tight = options_.budget_bytes > 0 && live_bytes() + need > options_.budget_bytes;
@@ -408,7 +413,7 @@ void Session::log_begin(OpenOp& open, c10::ArrayRef<const c10::IValue> inputs) {
 void Session::end_op(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs) {
   auto& open = ts.open;
   const OpInfo& info = *open.info;
-  double seconds = open.known_seconds;
+  double seconds = -1;
   if (open.timed) {
     seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - open.begin).count();
   }
@@ -420,12 +425,15 @@ void Session::end_op(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs) 
   const bool threw = outputs.empty() && info.n_returns > 0;
 
   Guard guard(*this);
-  if (!threw) {
-    auto& facts = op_facts_[open.signature];
-    facts.watermark_bytes = std::max(facts.watermark_bytes, watermark);
-    if (open.timed && (facts.seconds < 0 || seconds < facts.seconds)) {
-      facts.seconds = seconds;
+  if (open.facts < op_facts_.size()) {  // else the table was cleared under the op
+    auto& facts = op_facts_[open.facts];
+    if (!threw) {
+      facts.watermark_bytes = std::max(facts.watermark_bytes, watermark);
+      if (open.timed && (facts.seconds < 0 || seconds < facts.seconds)) {
+        facts.seconds = seconds;
+      }
     }
+    seconds = open.timed ? seconds : facts.seconds;
   }
   LoggedOp* row = nullptr;
   if (open.log_index >= 0 && open.log_index < static_cast<int64_t>(log_ops_.size())) {

@@ -2,6 +2,8 @@
 #include <ATen/record_function.h>
 #include <c10/core/CachingDeviceAllocator.h>
 
+#include <mutex>
+
 #include "cpu_pool.h"
 #include "observer.h"
 #include "session.h"
@@ -100,8 +102,9 @@ void Session::begin_step() {
   fingerprint_ = 0;
   phase_ = Phase::Forward;
   plan_ = plans_.empty() ? nullptr : plans_.front().get();
-  if (op_facts_.size() > kMostFacts) {
-    op_facts_.clear();  // of a program whose shapes never repeat
+  if (op_facts_.size() > kMostFacts) {  // of a program whose shapes never repeat
+    op_facts_.clear();
+    facts_of_.clear();
   }
   log_ops_.clear();
   log_inputs_.clear();
@@ -362,10 +365,19 @@ void Session::sweep() {
     }
   }
   // Only now: the pages that went may have been the last to reach these.
+  if (!has_anchors_) {
+    return;
+  }
+  has_anchors_ = false;
   for (auto& [storage, page] : pages_) {
-    if (page->current->anchor && page->current.use_count() == 1) {
+    if (!page->current->anchor) {
+      continue;
+    }
+    if (page->current.use_count() == 1) {
       thread_trash().take(std::move(page->current->anchor));
       page->current->anchor = c10::Storage();
+    } else {
+      has_anchors_ = true;
     }
   }
 }

@@ -17,9 +17,9 @@
 #include <chrono>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <random>
 #include <string>
+#include <thread>
 #include <unordered_set>
 #include <vector>
 
@@ -179,10 +179,9 @@ struct OpenOp {
   c10::SmallVector<c10::intrusive_ptr<Page>, 6> inputs;  // parallel to record->inputs
   c10::SmallVector<Written, 2> written;
   std::vector<Ticket*> pending;
-  uint64_t signature = 0;
   int64_t live_bytes = 0;
   int64_t log_index = -1;
-  double known_seconds = -1;  // of earlier ops of this signature; it is timed where that is -1
+  size_t facts = 0;  // index into Session::op_facts_
   bool timed = false;
   std::chrono::steady_clock::time_point begin;
   bool active = false;
@@ -199,6 +198,22 @@ struct ThreadState {
   OpenOp open;
 };
 inline ThreadState& thread_state() { return per_thread<ThreadState>(); }
+
+// For what is held over a handful of instructions, many times per op.
+class SpinLock {
+ public:
+  void lock() {
+    while (held_.exchange(true, std::memory_order_acquire)) {
+      while (held_.load(std::memory_order_relaxed)) {
+        std::this_thread::yield();  // an eviction may take a while
+      }
+    }
+  }
+  void unlock() { held_.store(false, std::memory_order_release); }
+
+ private:
+  std::atomic<bool> held_{false};
+};
 
 using ToClone = std::vector<c10::intrusive_ptr<Value>>;
 
@@ -289,7 +304,7 @@ struct Session : c10::intrusive_ptr_target {
   int64_t live_bytes() const;
 
   SessionOptions options_;
-  mutable std::mutex mutex_;
+  SpinLock mutex_;
   ska::flat_hash_map<const c10::StorageImpl*, c10::intrusive_ptr<Page>> pages_;
   ska::flat_hash_map<int64_t, Page*> managed_;  // by id, while it has tickets
   std::vector<Page*> candidates_;               // managed and resident
@@ -306,13 +321,15 @@ struct Session : c10::intrusive_ptr_target {
   int64_t next_key_ = 0;
   uint64_t fingerprint_ = 0;
   uint64_t walk_ = 0;
+  bool has_anchors_ = false;   // of values that some page holds now
   uint32_t anchor_epoch_ = 1;  // moves on when an anchored source turns out to be overwritten
   Phase phase_ = Phase::Forward;
   const char* last_op_ = "";  // the op that runs, or ran last
 
-  ska::flat_hash_map<uint64_t, OpFacts> op_facts_;  // by signature
-  std::unordered_set<uint64_t> trusted_;            // fingerprints of ops whose audit passed
-  std::unordered_set<uint64_t> distrusted_;         // of those that may be why one failed
+  std::vector<OpFacts> op_facts_;
+  ska::flat_hash_map<uint64_t, size_t> facts_of_;  // index into op_facts_ by signature
+  std::unordered_set<uint64_t> trusted_;           // fingerprints of ops whose audit passed
+  std::unordered_set<uint64_t> distrusted_;        // of those that may be why one failed
   std::vector<Event> events_;
 
   bool logging_ = false;

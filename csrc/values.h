@@ -106,7 +106,7 @@ struct OpRecord : c10::intrusive_ptr_target, Pooled<OpRecord> {
   OpInfo* info = nullptr;
   c10::SmallVector<c10::IValue, 6> arguments;  // tensors that `inputs` stand for are None
   c10::SmallVector<ArgumentRef, 3> inputs;
-  c10::SmallVector<RecordedOutput, 1> outputs;
+  c10::SmallVector<RecordedOutput, 3> outputs;
   std::vector<std::pair<at::Generator, at::Tensor>> random_states;
   float seconds = 0;
   int64_t watermark_bytes = 0;

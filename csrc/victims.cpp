@@ -140,6 +140,7 @@ bool Session::anchor_recipe(Value& root) {
   for (auto* op : ops) {
     op->anchored_in = anchor_epoch_;
   }
+  has_anchors_ |= !leaves.empty();
   for (auto* leaf : leaves) {
     if (leaf->anchor) {
       continue;
