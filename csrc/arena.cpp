@@ -147,8 +147,8 @@ class Arena {
   void set_limit(int64_t bytes) {
     std::lock_guard<std::mutex> guard(mutex);
     limit_ = static_cast<std::size_t>(bytes);
-    if (limit_ > 0) {
-      most_used_ = used_;
+    if (limit_ > 0) {  // once it is lifted, what is resident then may stay
+      most_used_ = std::max(used_, std::min(most_used_, limit_));
     }
     trim();
   }

@@ -2,6 +2,7 @@
 //
 // Threads and the GIL: every function here is called with the GIL. Rebuilding runs with the GIL
 // released. The pump takes the GIL at an op boundary, with no lock of ours held.
+#include <c10/core/CPUAllocator.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -344,6 +345,17 @@ PYBIND11_MODULE(_C, m) {
       "set_sabotage", [](int which) { delta::set_sabotage(static_cast<delta::Sabotage>(which)); },
       "Break one rule of replay on purpose, for the tests that prove that the tests can fail; 0 "
       "mends it.");
+  m.def(
+      "allocate_with_error_pending",
+      [](int64_t bytes) {
+        PyErr_SetString(PyExc_ValueError, "pending");
+        auto data = c10::GetCPUAllocator()->allocate(static_cast<size_t>(bytes));
+        const bool kept = PyErr_ExceptionMatches(PyExc_ValueError) != 0;
+        PyErr_Clear();
+        return kept && data.get() != nullptr;
+      },
+      "For tests: allocate while Python's error indicator is set; whether it still was "
+      "afterwards.");
   m.def("enter_bare_observer", &delta::enter_bare_observer,
         "Observe every op and do nothing: the floor.");
   m.def("leave_bare_observer", &delta::leave_bare_observer);

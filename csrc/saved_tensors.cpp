@@ -152,7 +152,7 @@ void Session::resolve(Ticket& ticket, Page* page) {
   if (page->tickets++ == 0) {
     page->id = next_page_++;
     page->strong = ticket.kept.storage();
-    page->last_use = tick_;
+    page->packed_at = tick_;
     page->retry_tick = 0;
     page->next_use_cursor = 0;
     managed_.emplace(page->id, page);
@@ -191,6 +191,7 @@ at::Tensor Session::unpack(Ticket& ticket) {
     audit_now = page.audit_pending;
     page.audit_pending = false;
     page.last_use = tick_;
+    frontier_ = page.packed_at;
     ++counters_.unpacks;
     emit(EventKind::Used, &page, page.bytes, 0, page.current->key);
   }

@@ -300,6 +300,7 @@ struct Session : c10::intrusive_ptr_target {
   void attach_plan(Page& page);
   double default_weight(const Page& page) const;
   int64_t next_use_of(Page& page, int64_t now) const;  // ticks; -1: unknown
+  int64_t distance_of(Page& page) const;
   void count_kept(const at::Tensor& t, Page* page, KeptReason reason);
   int64_t live_bytes() const;
 
@@ -319,6 +320,7 @@ struct Session : c10::intrusive_ptr_target {
   int64_t step_ = 0;
   int64_t step_begin_tick_ = 0;
   int64_t next_key_ = 0;
+  int64_t frontier_ = 0;  // tick at which the page that was unpacked last had been packed
   uint64_t fingerprint_ = 0;
   uint64_t walk_ = 0;
   bool has_anchors_ = false;   // of values that some page holds now

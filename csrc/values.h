@@ -138,6 +138,7 @@ struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   bool audit_pending = false;  // kept until a rebuild of it was compared
   c10::VariableVersion version_counter;
   int64_t version = -1;
+  int64_t packed_at = 0;   // tick of the first save
   int64_t last_use = 0;    // tick
   int64_t retry_tick = 0;  // not a candidate before
   double weight = 0;       // smallest goes first

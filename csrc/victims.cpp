@@ -189,6 +189,27 @@ bool Session::drop_page(Page& page) {
   return true;
 }
 
+// How far away the next use of a page is, in ticks, as far as the policy wants to know. Where no
+// plan tells: backward asks in the order opposite to that in which forward saved, so from the page
+// that was asked for last, those saved long before it are far, and those saved after it are done.
+int64_t Session::distance_of(Page& page) const {
+  constexpr int64_t done = 1 << 20;
+  int64_t distance = 1;
+  if (distance_ == Distance::Staleness) {
+    distance = tick_ - page.last_use;
+  } else if (distance_ == Distance::NextUse) {
+    const int64_t next = next_use_of(page, tick_);
+    if (next >= 0) {
+      distance = next - tick_;
+    } else if (phase_ == Phase::Forward) {
+      distance = tick_ - page.packed_at;
+    } else {
+      distance = page.packed_at <= frontier_ ? frontier_ - page.packed_at : done;
+    }
+  }
+  return std::max<int64_t>(1, distance);
+}
+
 // Frees at least `bytes` if it can. Returns what the allocator got back.
 int64_t Session::make_room(int64_t bytes, bool inside_allocation) {
   struct Scored {
@@ -203,13 +224,7 @@ int64_t Session::make_room(int64_t bytes, bool inside_allocation) {
     if (page->retry_tick > tick_ || page->strong.use_count() != 1) {
       continue;
     }
-    double distance = 1;
-    if (distance_ != Distance::None) {
-      const int64_t next = distance_ == Distance::NextUse ? next_use_of(*page, tick_) : -1;
-      distance = static_cast<double>(
-          std::max<int64_t>(1, next >= 0 ? next - tick_ : tick_ - page->last_use));
-    }
-    order.push_back({page->weight / distance, page});
+    order.push_back({page->weight / static_cast<double>(distance_of(*page)), page});
   }
   const auto later = [](const Scored& a, const Scored& b) {
     return a.score != b.score ? a.score > b.score : a.page->id > b.page->id;

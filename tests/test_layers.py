@@ -41,6 +41,7 @@ LAYERS = {
     "record": _layer("core extension _C", "numpy torch"),
     "act": _layer("core extension _C", "numpy torch psutil", lazy="cupy cupyx"),
     "cpu_pool": _layer("core extension _C", "numpy torch"),
+    "device": _layer("core config extension _C", "torch psutil"),
 }
 """Parts that are not here (runtime, integrations, the package itself) put the others together."""
 
