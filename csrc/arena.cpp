@@ -66,18 +66,29 @@ class Ranges {
     return begin;
   }
 
-  // Takes up to `size` off the end of the largest range.
+  // Takes up to `size` out of the largest range: whole huge pages where there are any, so that
+  // neighbours keep theirs.
   std::pair<uintptr_t, std::size_t> take_from_largest(std::size_t size) {
     auto largest = std::prev(by_size_.end());
     const auto [found, begin] = *largest;
     by_size_.erase(largest);
     by_address_.erase(begin);
     total_ -= found;
-    const std::size_t taken = std::min(found, size);
-    if (found > taken) {
-      insert(begin, found - taken);
+    const uintptr_t end = begin + found;
+    uintptr_t first = (begin + kHuge - 1) / kHuge * kHuge;
+    uintptr_t last = end / kHuge * kHuge;
+    if (first >= last) {
+      first = begin;
+      last = end;
     }
-    return {begin + found - taken, taken};
+    first = std::max(first, last - std::min(last, size));
+    if (begin < first) {
+      insert(begin, first - begin);
+    }
+    if (last < end) {
+      insert(last, end - last);
+    }
+    return {first, last - first};
   }
 
   bool empty() const { return by_size_.empty(); }
