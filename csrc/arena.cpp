@@ -3,6 +3,8 @@
 #include <c10/util/flat_hash_map.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/sysinfo.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,11 +17,22 @@ namespace delta {
 namespace arena {
 namespace {
 
-constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHuge = 2 * 1024 * 1024;
+const std::size_t g_page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
 
-// With strict accounting of address space a large reservation would take it from everybody else.
-bool strict_overcommit() {
+std::size_t machine_bytes() {
+  struct sysinfo info;
+  return sysinfo(&info) == 0 ? (info.totalram + info.totalswap) * info.mem_unit : 0;
+}
+
+// Where address space is counted, a large reservation would take it from everybody else.
+bool address_space_is_scarce() {
+  for (auto which : {RLIMIT_AS, RLIMIT_DATA}) {
+    struct rlimit limit;
+    if (getrlimit(which, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
+      return true;
+    }
+  }
   std::ifstream file("/proc/sys/vm/overcommit_memory");
   int mode = 0;
   return (file >> mode) && mode == 2;
@@ -66,22 +79,24 @@ class Ranges {
     return begin;
   }
 
-  // Takes up to `size` out of the largest range: whole huge pages where there are any, so that
-  // neighbours keep theirs.
-  std::pair<uintptr_t, std::size_t> take_from_largest(std::size_t size) {
-    auto largest = std::prev(by_size_.end());
-    const auto [found, begin] = *largest;
-    by_size_.erase(largest);
-    by_address_.erase(begin);
-    total_ -= found;
+  // Takes up to `size` out of the largest range, in whole huge pages: a part of one would leave its
+  // neighbours on small pages. Size 0: there are none, and `parts` are not wanted.
+  std::pair<uintptr_t, std::size_t> take_from_largest(std::size_t size, bool parts) {
+    const auto [found, begin] = *std::prev(by_size_.end());
     const uintptr_t end = begin + found;
     uintptr_t first = (begin + kHuge - 1) / kHuge * kHuge;
     uintptr_t last = end / kHuge * kHuge;
     if (first >= last) {
+      if (!parts) {
+        return {begin, 0};
+      }
       first = begin;
       last = end;
     }
     first = std::max(first, last - std::min(last, size));
+    by_size_.erase({found, begin});
+    by_address_.erase(begin);
+    total_ -= found;
     if (begin < first) {
       insert(begin, first - begin);
     }
@@ -103,12 +118,11 @@ class Ranges {
 class Arena {
  public:
   Arena() {
-    if (strict_overcommit()) {
+    if (address_space_is_scarce()) {
       return;
     }
-    const auto ram =
-        static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<std::size_t>(kPage);
-    for (std::size_t size = 4 * ram / kHuge * kHuge; size >= (std::size_t{1} << 30); size /= 2) {
+    for (std::size_t size = 4 * machine_ / kHuge * kHuge; size >= (std::size_t{1} << 30);
+         size /= 2) {
       void* space = mmap(nullptr, size + kHuge, PROT_READ | PROT_WRITE,
                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       if (space != MAP_FAILED) {
@@ -124,6 +138,9 @@ class Arena {
   void* allocate(std::size_t bytes) {
     const std::size_t size = rounded(bytes);
     std::lock_guard<std::mutex> guard(mutex);
+    if (size < bytes || size > machine_ - std::min(machine_, used_)) {
+      return nullptr;  // malloc will say so; here it would be found out by the OOM killer
+    }
     uintptr_t block = backed_.take(size);
     if (block == 0) {
       block = bare_.take(size);
@@ -164,6 +181,11 @@ class Arena {
     trim();
   }
 
+  int64_t idle_bytes() {
+    std::lock_guard<std::mutex> guard(mutex);
+    return static_cast<int64_t>(backed_.total());
+  }
+
   int64_t resident_bytes() {
     std::lock_guard<std::mutex> guard(mutex);
     return static_cast<int64_t>(used_ + backed_.total());
@@ -172,19 +194,30 @@ class Arena {
   std::mutex mutex;
 
  private:
-  // Gives free memory back to the system until what is resident fits under the limit. Free ranges
-  // between blocks are of use only to what fits into them: without an eighth for those, a step at
-  // its budget took tens of thousands of page faults.
+  // Gives free memory back to the system until what is resident is no more than a quarter above the
+  // limit. Free ranges between blocks are of use only to what fits into them: with an eighth, a
+  // ResNet at its budget took a hundred huge page faults of some milliseconds in each step. Up to a
+  // half may be left to parts of huge pages.
   void trim() {
-    const std::size_t limit = limit_ > 0 ? limit_ + limit_ / 8 : most_used_ + most_used_ / 4;
+    const std::size_t base = limit_ > 0 ? limit_ : most_used_;
+    const std::size_t limit = base + base / 4;
+    const std::size_t most = base + base / 2;
     while (used_ + backed_.total() > limit && !backed_.empty()) {
-      const std::size_t excess = used_ + backed_.total() - limit;
-      auto [begin, size] = backed_.take_from_largest((excess + kHuge - 1) / kHuge * kHuge);
-      madvise(reinterpret_cast<void*>(begin), size, MADV_DONTNEED);
+      const std::size_t resident = used_ + backed_.total();
+      const std::size_t excess = (resident - limit + kHuge - 1) / kHuge * kHuge;
+      const auto [begin, size] = backed_.take_from_largest(excess, /*parts=*/resident > most);
+      if (size == 0) {
+        return;
+      }
+      if (madvise(reinterpret_cast<void*>(begin), size, MADV_DONTNEED) != 0) {
+        backed_.insert(begin, size);  // locked memory stays
+        return;
+      }
       bare_.insert(begin, size);
     }
   }
 
+  const std::size_t machine_ = machine_bytes();
   uintptr_t begin_ = 0;
   uintptr_t end_ = 0;
   Ranges backed_;  // free and resident
@@ -209,11 +242,13 @@ Arena& instance() {
 
 }  // namespace
 
+void prepare() { instance(); }
 void* allocate(std::size_t bytes) { return instance().allocate(bytes); }
 std::size_t release(void* block) { return instance().release(block); }
 bool owns(const void* block) { return instance().owns(block); }
-std::size_t rounded(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+std::size_t rounded(std::size_t bytes) { return (bytes + g_page - 1) / g_page * g_page; }
 void set_limit(int64_t bytes) { instance().set_limit(bytes); }
+int64_t idle_bytes() { return instance().idle_bytes(); }
 int64_t resident_bytes() { return instance().resident_bytes(); }
 
 }  // namespace arena

@@ -195,6 +195,7 @@ void bind_pool(py::module_& m) {
   pool.def("set_rescue_enabled", &cpu_pool::set_rescue_enabled);
   pool.def("live_bytes", &cpu_pool::live_bytes);
   pool.def("resident_bytes", &cpu_pool::resident_bytes);
+  pool.def("idle_bytes", &cpu_pool::idle_bytes);
   pool.def("peak_bytes", &cpu_pool::peak_bytes);
   pool.def("reset_peak", &cpu_pool::reset_peak);
   pool.def("allocation_count", &cpu_pool::allocation_count);
@@ -229,6 +230,9 @@ void bind_session(py::module_& m) {
       .def("unpack_hook", [](c10::intrusive_ptr<Session> s) { return hook(s, &g_unpack_method); })
       .def("enter", &Session::enter)
       .def("leave", &Session::leave)
+      .def(
+          "forget_lock", [](Session& s) { s.mutex_.unlock(); },
+          "In a forked child: whoever held the lock does not exist here.")
       .def("begin_step", &Session::begin_step)
       .def("end_step", &Session::end_step)
       .def("forget_past", &Session::forget_past)

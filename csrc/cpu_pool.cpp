@@ -180,6 +180,7 @@ void install() {
   static std::mutex mutex;
   std::lock_guard<std::mutex> guard(mutex);
   if (!g_installed.load()) {
+    arena::prepare();
     c10::SetCPUAllocator(&g_allocator, /*priority=*/100);
     g_installed.store(true);
   }
@@ -201,6 +202,7 @@ void set_soft_limit_is_hard(bool hard) { g_soft_limit_is_hard.store(hard); }
 bool owns(const c10::DataPtr& data) { return data.get_deleter() == &release; }
 void reset_step_peak() { g_step_peak.store(g_live.load()); }
 int64_t step_peak_bytes() { return g_step_peak.load(); }
+int64_t idle_bytes() { return arena::idle_bytes(); }
 int64_t resident_bytes() { return arena::resident_bytes(); }
 int64_t live_bytes() { return g_live.load(std::memory_order_relaxed); }
 int64_t peak_bytes() { return g_peak.load(std::memory_order_relaxed); }

@@ -34,6 +34,7 @@ void set_soft_limit_is_hard(bool hard);  // above the soft limit: OutOfMemoryErr
 bool owns(const c10::DataPtr& data);
 
 int64_t live_bytes();
+int64_t idle_bytes();      // of them, free
 int64_t resident_bytes();  // of large blocks: what the system gave for them, in use and free
 int64_t peak_bytes();
 void reset_peak();

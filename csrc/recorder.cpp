@@ -52,11 +52,13 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& fn) {
     if (info->view_only || is_transparent(*info, inputs, session->options_.device.is_cpu())) {
       return nullptr;
     }
+    ts.depth = 1;  // ops of the Python that may be asked below are not observed
     try {
       session->begin_op(ts, info, inputs);
     } catch (const std::exception&) {
       // A callback must not throw. What the op writes is found by its version counters later.
       ts.open.clear();
+      ts.depth = 0;
       return nullptr;
     }
   }
@@ -94,6 +96,23 @@ at::RecordFunctionCallback with_tensors(at::RecordFunctionCallback callback) {
       callback.needsInputs(true).needsOutputs(true).scopes({at::RecordScope::FUNCTION}));
 }
 
+// Of an op that is not certain, numbers count too: an audit at p=0 says nothing of p=0.1.
+uint64_t mix_numbers(uint64_t h, c10::ArrayRef<const c10::IValue> inputs) {
+  for (const auto& x : inputs) {
+    if (x.isInt()) {
+      h = mix(h, static_cast<uint64_t>(x.toInt()));
+    } else if (x.isBool()) {
+      h = mix(h, x.toBool() ? 3 : 5);
+    } else if (x.isDouble()) {
+      const double number = x.toDouble();
+      uint64_t bits;
+      std::memcpy(&bits, &number, sizeof(bits));
+      h = mix(h, bits);
+    }
+  }
+  return h;
+}
+
 uint64_t mix_geometry(uint64_t h, const at::Tensor& t) {
   if (!t.defined() || !t.has_storage()) {
     return mix(h, 7);
@@ -127,7 +146,7 @@ c10::intrusive_ptr<OpRecord> new_record(OpInfo* info, c10::ArrayRef<const c10::I
   record->threads = at::get_num_threads();
   record->default_dtype = c10::get_default_dtype_as_scalartype();
   record->device = device;
-  if (info->random) {
+  if (info->random || !info->certain) {  // what is not certain may draw without saying so
     for (const auto& x : inputs) {
       if (x.isGenerator()) {
         keep_random_state(*record, x.toGenerator());
@@ -203,6 +222,7 @@ class Taper {
     Page* page = session_.page_of(t);
     const Write write = write_of(argument, t, *page);
     if (write != Write::No) {
+      page->being_written = true;
       const bool inference = impl->is_inference();
       open_.written.push_back({page, inference ? c10::VariableVersion() : impl->version_counter(),
                                !inference, static_cast<int16_t>(argument),
@@ -265,9 +285,12 @@ void OpenOp::clear() {
     ticket->state = Ticket::State::Kept;
   }
   pending.clear();
+  for (auto& w : written) {
+    w.page->being_written = false;
+  }
+  written.clear();
   record.reset();
   inputs.clear();
-  written.clear();
   active = false;
   region = false;
   info = nullptr;
@@ -335,6 +358,9 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
     }
     if (record) {
       fingerprint_ = mix(fingerprint_, signature);
+      if (!info->certain) {
+        fingerprint_ = mix_numbers(fingerprint_, inputs);
+      }
       Taper(*this, open, *record, is_training(*info, inputs), to_clone).tape(inputs);
     } else if (info->any_write && !info->moves_storage) {
       // Backward and optimizers write what we do not manage. A page that we do manage is kept from
@@ -428,7 +454,9 @@ void Session::end_op(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs) 
   if (open.facts < op_facts_.size()) {  // else the table was cleared under the op
     auto& facts = op_facts_[open.facts];
     if (!threw) {
-      facts.watermark_bytes = std::max(facts.watermark_bytes, watermark);
+      if (options_.device.is_cpu()) {  // elsewhere it is not known
+        facts.watermark_bytes = std::max(facts.watermark_bytes, watermark);
+      }
       if (open.timed && (facts.seconds < 0 || seconds < facts.seconds)) {
         facts.seconds = seconds;
       }

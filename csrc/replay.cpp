@@ -24,6 +24,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 
 #include "cpu_pool.h"
 #include "session.h"
@@ -381,9 +382,12 @@ void install(Session& session, Page& page, const c10::Storage& storage, double s
   session.emit(EventKind::Rebuilt, &page, page.bytes, seconds, page.current->key);
 }
 
+using Inspect = std::function<void(const OpRecord&, const std::vector<c10::Storage>&)>;
+
 // Runs the plan. With `installs`, values that dropped pages wait for go there as soon as they are
-// made.
-c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs) {
+// made. `inspect` sees what each op made.
+c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs,
+                     const Inspect& inspect = nullptr) {
   const auto begin = std::chrono::steady_clock::now();
   for (auto& op : plan.ops) {
     if (session.options_.budget_bytes > 0) {
@@ -393,6 +397,9 @@ c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs) {
     auto made = run(*op, plan);
     const double seconds =
         std::chrono::duration<double>(std::chrono::steady_clock::now() - op_begin).count();
+    if (inspect) {
+      inspect(*op, made);
+    }
     Session::Guard guard(session);
     ++session.counters_.replayed_ops;
     for (auto& ref : op->inputs) {
@@ -469,13 +476,47 @@ c10::Storage Session::rebuild(Page& page) {
   return result;
 }
 
-// Makes the value of a resident page again and compares the two, bit by bit. What failed once is
-// not dropped any more, nor is what shares an op with it that was not proven before.
+// Makes the value of a resident page again and compares, bit by bit, it and whatever else is there
+// of what uncertain ops made on the way. A verdict is for one output of one op; one failure is for
+// good.
 bool Session::audit(Page& page) {
+  struct Verdict {
+    uint64_t key;
+    bool compared;
+    bool equal;
+  };
   Plan plan;
   c10::intrusive_ptr<Value> root;
   c10::Storage kept;
+  bool ran = false;
   bool equal = false;
+  std::vector<Verdict> verdicts;
+  const auto inspect = [&](const OpRecord& op, const std::vector<c10::Storage>& made) {
+    if (op.info->certain) {
+      return;
+    }
+    for (size_t i = 0; i < made.size(); ++i) {
+      c10::Storage original;
+      uint64_t key = 0;
+      {
+        Guard guard(*this);
+        const Value* value = op.outputs[i].value;
+        if (value == nullptr || !made[i]) {
+          continue;
+        }
+        key = value->trust_key();
+        if (storage_alive(*value) && content_unchanged(*value->home)) {
+          if (value->home->strong) {
+            original = value->home->strong;
+          } else if (auto storage = value->home->weak.lock()) {
+            original = c10::Storage(std::move(storage));
+          }
+        }
+      }
+      verdicts.push_back(
+          {key, static_cast<bool>(original), original && same_bytes(made[i], original)});
+    }
+  };
   try {
     {
       Guard guard(*this);
@@ -486,24 +527,31 @@ bool Session::audit(Page& page) {
       kept = page.strong;
       make_plan(*this, *root, plan);
     }
-    equal = same_bytes(execute(*this, plan, *root, /*installs=*/false), kept);
+    equal = same_bytes(execute(*this, plan, *root, /*installs=*/false, inspect), kept);
+    ran = true;
   } catch (const std::exception&) {
     equal = false;
+  }
+  if (!ran) {
+    verdicts.clear();  // no room, most likely: nothing was shown
   }
   {
     Guard guard(*this);
     ++counters_.audits;
     counters_.audit_failures += equal ? 0 : 1;
-    for (auto& op : plan.ops) {
-      if (op->info->certain || op->audited) {
-        continue;
+    const auto judge = [&](uint64_t key, bool good) {
+      if (good) {
+        trusted_.insert(key);
+      } else if (distrusted_.insert(key).second) {
+        ++anchor_epoch_;  // recipes that were checked before may go through it
       }
-      op->audited = equal;
-      for (auto& out : op->outputs) {
-        if (out.value != nullptr) {
-          (equal ? trusted_ : distrusted_).insert(out.value->fingerprint);
-        }
-      }
+    };
+    for (const auto& verdict : verdicts) {
+      // What could not be compared itself stands or falls with what was made from it.
+      judge(verdict.key, verdict.compared ? verdict.equal : equal);
+    }
+    if (ran && !equal) {
+      judge(root->trust_key(), false);
     }
   }
   discard(*this, plan);

@@ -249,6 +249,9 @@ void Session::before_write(Page& page, const at::Tensor& t, ToClone& to_clone) {
     to_clone.push_back(page.current);
   }
   set_unknown_content(page, t);
+  // Whose counter will count this write is not known: `.data` has one of its own.
+  page.version_known = false;
+  page.current->version = -1;
 }
 
 // A source that some dropped page needs gets a copy of its own before it is overwritten. Where

@@ -330,8 +330,9 @@ struct Session : c10::intrusive_ptr_target {
 
   std::vector<OpFacts> op_facts_;
   ska::flat_hash_map<uint64_t, size_t> facts_of_;  // index into op_facts_ by signature
-  std::unordered_set<uint64_t> trusted_;           // fingerprints of ops whose audit passed
-  std::unordered_set<uint64_t> distrusted_;        // of those that may be why one failed
+  // Outputs of uncertain ops, by trust_key(): made again with the same bits, or ever with others.
+  std::unordered_set<uint64_t> trusted_;
+  std::unordered_set<uint64_t> distrusted_;
   std::vector<Event> events_;
 
   bool logging_ = false;

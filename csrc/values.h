@@ -77,6 +77,9 @@ struct Value : c10::intrusive_ptr_target, Pooled<Value> {
 
   ~Value() override;
 
+  // What an audit's verdict is remembered by, over the steps.
+  uint64_t trust_key() const { return mix(fingerprint, static_cast<uint64_t>(output)); }
+
   // Whether the memory of a source still holds this value, as far as can be seen.
   bool readable() const {
     return !spoiled &&
@@ -116,7 +119,6 @@ struct OpRecord : c10::intrusive_ptr_target, Pooled<OpRecord> {
   c10::Device device{c10::kCPU};
   bool grad_mode = false;
   bool keeps_objects = false;
-  bool audited = false;  // uncertain ops: a rebuild was compared and passed
 
   OpRecord();
   ~OpRecord() override;
@@ -135,6 +137,7 @@ struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   bool version_known = false;
   bool many_counters = false;  // aliases with version counters of their own: no version check
   bool rebuilt = false;
+  bool being_written = false;  // by an op that runs now
   bool audit_pending = false;  // kept until a rebuild of it was compared
   c10::VariableVersion version_counter;
   int64_t version = -1;

@@ -77,16 +77,15 @@ bool Session::anchor_recipe(Value& root) {
     OpRecord* op = v.producer.get();
     bool reachable = op != nullptr;
     if (reachable && !is_anchored(*op)) {
-      const bool trusted = op->info->certain || op->audited || options_.verify == Verify::Off ||
-                           trusted_.count(v.fingerprint) > 0;
+      const bool hopeless = distrusted_.count(v.trust_key()) > 0;
+      const bool trusted = !hopeless && (op->info->certain || options_.verify == Verify::Off ||
+                                         trusted_.count(v.trust_key()) > 0);
       if (!trusted) {
         reachable = false;
-        const bool hopeless = distrusted_.count(v.fingerprint) > 0;
-        if (!hopeless && v.home != nullptr && v.home->tickets > 0 && s == 0) {
-          v.home->audit_pending = true;
-        }
-        if (!hopeless && root.home != nullptr && root.home->tickets > 0) {
-          root.home->audit_pending = true;
+        for (Page* home : {v.home, root.home}) {
+          if (!hopeless && home != nullptr && home->tickets > 0) {
+            home->audit_pending = true;
+          }
         }
       }
     }
@@ -125,7 +124,7 @@ bool Session::anchor_recipe(Value& root) {
       const bool held_anyway =
           v.input || (v.home != nullptr && v.home->tickets > 0) || v.bytes <= 65536;
       if (&v != &root && held_anyway && storage_alive(v) && v.readable() &&
-          content_unchanged(*v.home)) {
+          !v.home->being_written && content_unchanged(*v.home)) {
         s = 3;
         leaves.push_back(&v);
       } else {

@@ -60,9 +60,9 @@ def allocated_bytes() -> int:
 def resident_bytes() -> int:
     """Bytes that the process holds of the system for large blocks (256 KiB and more), in use and free.
 
-    At most an eighth more than the capacity, or than the budget of an entered Runtime; without either,
-    a quarter more than the most that was in use. What is free of it serves later allocations; the
-    rest went back to the system.
+    Free memory serves later allocations. It goes back to the system where the two together are more
+    than 5/4 of the capacity, of the budget of an entered Runtime, or, without either, of the most
+    that was in use (6/4, where only parts of huge pages are free).
     """
     return int(_pool.resident_bytes())
 

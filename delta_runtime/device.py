@@ -48,7 +48,7 @@ def resolve_budget(config: Config, device: torch.device) -> int:
         memory = psutil.virtual_memory()
         total_bytes = min(memory.total, cgroup_limit_bytes() or memory.total)
         capacity_bytes = pool_bytes or total_bytes
-        free_bytes = min(memory.available, total_bytes)
+        free_bytes = min(memory.available + _C.cpu_pool.idle_bytes(), total_bytes)
     else:
         pool_bytes = 0
         held_bytes = torch.accelerator.memory_allocated(device)

@@ -544,7 +544,6 @@ def start_ambient() -> Runtime | None:
     runtime = Runtime.from_config(config)
     runtime._enter()
     atexit.register(_finish_ambient, runtime)
-    os.register_at_fork(after_in_child=_forget_after_fork)
     return runtime
 
 
@@ -558,10 +557,19 @@ def _forget_after_fork() -> None:
     """A forked child (a data-loader worker) starts with the runtime off."""
     global _entered
     runtime, _entered = _entered, None
-    if runtime is not None and runtime._depth:
+    if runtime is None or not runtime._depth:
+        return
+    runtime._session.forget_lock()
+    if threading.get_ident() == runtime._thread:
         runtime._detach()
-        runtime._depth = 0
-        runtime._closed = True
+    else:  # hooks and observer are of a thread that does not exist here
+        runtime._session.leave()
+        _C.cpu_pool.set_soft_limit_is_hard(False)
+    runtime._depth = 0
+    runtime._closed = True
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def _refuse_what_is_not_there(config: Config) -> None:

@@ -517,13 +517,12 @@ def bench(workload: Workload, settings: Settings) -> Result:
             seconds = time.perf_counter() - begin
         return seconds
 
-    for turn in range(settings.rounds):
-        running = [contender for contender in contenders if not contender.failure]
-        if turn % 2:
-            running.reverse()  # nobody always comes after the same one
-        before = ordinary()
+    for contender in contenders:
         told = []
-        for contender in running:
+        before = ordinary()
+        for _ in range(settings.rounds):
+            if contender.failure:
+                break
             index += 2
             contender.step(state, state.batch(index - 1))
             if contender.watch is not None:
@@ -535,8 +534,9 @@ def bench(workload: Workload, settings: Settings) -> Result:
                 told.append(f"{contender.samples[-1].ratio:.3f}")
             before = after
         console.print(
-            f"  round {turn + 1}/{settings.rounds}: ordinary {format_seconds(before)}, ratios "
-            f"{' '.join(told[::-1] if turn % 2 else told)}"
+            f"  {contender.name} {format_bytes(contender.budget_bytes)}: ordinary "
+            f"{format_seconds(before)}, ratios {' '.join(told)}",
+            markup=False,
         )
     result = Result(workload, measured)
     result.rows = [row_of(workload.name, contender, measured) for contender in contenders]

@@ -91,7 +91,11 @@ class KnownSteps:
 
     def tables(self) -> list[PlanTable]:
         """The plans of all known graphs, latest first."""
-        return [_table(known.graph, known.foresight) for known in reversed(self._known.values())]
+        return [
+            _table(known.graph, known.foresight)
+            for known in reversed(self._known.values())
+            if known.foresight is not None or not self._plans
+        ]
 
 
 def _table(graph: StepGraph, foresight: Foresight | None) -> PlanTable:
