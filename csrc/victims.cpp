@@ -46,7 +46,15 @@ bool Session::anchor_recipe(Value& root) {
     return false;
   }
   const auto is_anchored = [&](const OpRecord& op) { return op.anchored_in == anchor_epoch_; };
-  if (is_anchored(*root.producer)) {
+  // Of each output by itself: another one of the same op may not repeat.
+  const auto is_trusted = [&](const Value& v) {
+    if (distrusted_.count(v.trust_key()) > 0) {
+      return false;
+    }
+    return v.producer->info->certain || options_.verify == Verify::Off ||
+           trusted_.count(v.trust_key()) > 0;
+  };
+  if (is_anchored(*root.producer) && is_trusted(root)) {
     return true;
   }
   // mark_state of a value in this walk: 0 unseen, 1 open, 2 will be rebuilt, 3 will be a leaf,
@@ -76,16 +84,11 @@ bool Session::anchor_recipe(Value& root) {
     }
     OpRecord* op = v.producer.get();
     bool reachable = op != nullptr;
-    if (reachable && !is_anchored(*op)) {
-      const bool hopeless = distrusted_.count(v.trust_key()) > 0;
-      const bool trusted = !hopeless && (op->info->certain || options_.verify == Verify::Off ||
-                                         trusted_.count(v.trust_key()) > 0);
-      if (!trusted) {
-        reachable = false;
-        for (Page* home : {v.home, root.home}) {
-          if (!hopeless && home != nullptr && home->tickets > 0) {
-            home->audit_pending = true;
-          }
+    if (reachable && !is_trusted(v)) {
+      reachable = false;
+      for (Page* home : {v.home, root.home}) {
+        if (home != nullptr && home->tickets > 0 && distrusted_.count(v.trust_key()) == 0) {
+          home->audit_pending = true;
         }
       }
     }
