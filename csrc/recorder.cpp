@@ -563,14 +563,9 @@ void Session::take_written(OpenOp& open, bool unknown) {
     } else {
       page.set_current(new_value(open, unknown, page.bytes, true, w.argument, w.index));
     }
-    page.version_known = w.has_counter;
+    page.version_known = false;
     if (w.has_counter) {
-      page.version_counter = w.counter;
-      page.version = static_cast<int64_t>(w.counter.current_version());
-      if (!page.current->producer) {
-        page.current->version_counter = w.counter;
-        page.current->version = page.version;
-      }
+      page.take_version(w.counter);
     }
     if (page.tickets > 0) {
       attach_plan(page);
@@ -600,15 +595,8 @@ void Session::take_returned(OpenOp& open, bool unknown, int position, int index,
   Page& page = *entry->second;
   page.bytes = static_cast<int64_t>(storage->nbytes());
   page.set_current(new_value(open, unknown, page.bytes, false, position, index));
-  const int64_t version = version_of(t);
-  if (version >= 0) {
-    page.version_counter = t.unsafeGetTensorImpl()->version_counter();
-    page.version = version;
-    page.version_known = true;
-    if (!page.current->producer) {
-      page.current->version_counter = page.version_counter;
-      page.current->version = version;
-    }
+  if (version_of(t) >= 0) {
+    page.take_version(t.unsafeGetTensorImpl()->version_counter());
   }
 }
 

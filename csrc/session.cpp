@@ -34,16 +34,6 @@ c10::intrusive_ptr<Value> make_source(int64_t bytes) {
   return value;
 }
 
-void take_version(Page& page, const at::Tensor& t, int64_t version) {
-  page.version_counter = t.unsafeGetTensorImpl()->version_counter();
-  page.version = version;
-  page.version_known = true;
-  if (!page.current->producer) {
-    page.current->version_counter = page.version_counter;
-    page.current->version = version;
-  }
-}
-
 }  // namespace
 
 c10::intrusive_ptr<Session> entered_session() {
@@ -155,7 +145,7 @@ Page* Session::page_of(const at::Tensor& t) {
       return page;
     }
     if (!page->version_known) {
-      take_version(*page, t, version);
+      page->take_version(t.unsafeGetTensorImpl()->version_counter());
     } else if (version > page->version) {
       spoil(*page, t);
     }
@@ -166,7 +156,7 @@ Page* Session::page_of(const at::Tensor& t) {
   page->bytes = static_cast<int64_t>(storage->nbytes());
   page->set_current(make_source(page->bytes));
   if (version >= 0) {
-    take_version(*page, t, version);
+    page->take_version(t.unsafeGetTensorImpl()->version_counter());
   }
   if (options_.device.is_cpu() && page->bytes > 0 &&
       !cpu_pool::owns(storage->_mutable_data_ptr_no_checks())) {
@@ -196,7 +186,7 @@ void Session::set_unknown_content(Page& page, const at::Tensor& t) {
   page.set_current(make_source(page.bytes));
   const int64_t version = version_of(t);
   if (version >= 0) {
-    take_version(page, t, version);
+    page.take_version(t.unsafeGetTensorImpl()->version_counter());
   }
   if (page.tickets > 0) {
     emit(EventKind::Inadmissible, &page, page.bytes, 0);

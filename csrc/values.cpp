@@ -98,6 +98,16 @@ void Page::set_current(c10::intrusive_ptr<Value> value) {
   current->home = this;
 }
 
+void Page::take_version(const c10::VariableVersion& counter) {
+  version_counter = counter;
+  version = static_cast<int64_t>(counter.current_version());
+  version_known = true;
+  if (!current->producer) {
+    current->version_counter = counter;
+    current->version = version;
+  }
+}
+
 ViewSpec ViewSpec::of(const at::Tensor& t) {
   ViewSpec v;
   v.geometry.set_sizes(t.sizes());

@@ -156,6 +156,7 @@ struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   ~Page() override;
 
   void set_current(c10::intrusive_ptr<Value> value);
+  void take_version(const c10::VariableVersion& counter);  // as that of its content now
 };
 
 inline c10::StorageImpl* storage_of(const at::Tensor& t) {

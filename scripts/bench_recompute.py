@@ -497,7 +497,8 @@ def bench(workload: Workload, settings: Settings) -> Result:
         ]
     for contender in contenders:
         contender.start()
-        for _ in range(CALIBRATION_STEPS + 1):
+        plans = contender.runtime is None or contender.runtime.policy.plans
+        for _ in range(CALIBRATION_STEPS + 1 if plans else 1):
             index += 1
             if not contender.failure:
                 contender.step(state, state.batch(index))
