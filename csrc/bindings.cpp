@@ -136,6 +136,8 @@ py::dict counters_of(const Session& s) {
   d["rescued_bytes"] = c.rescued_bytes;
   d["shortfalls"] = c.overshoots;
   d["shortfall_bytes"] = c.overshoot_bytes;
+  d["shortcuts"] = c.shortcuts;
+  d["shortcut_failures"] = c.shortcut_failures;
   d["audits"] = c.audits;
   d["audit_failures"] = c.audit_failures;
   d["clones_on_write"] = c.clones_on_write;

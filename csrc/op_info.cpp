@@ -5,12 +5,14 @@
 #include <c10/util/flat_hash_map.h>
 
 #include <atomic>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
 
 #include "per_thread.h"
+#include "shortcuts.h"
 
 namespace delta {
 namespace {
@@ -139,6 +141,7 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& handle) {
                        starts_with(name, "c10d::") || starts_with(name, "_c10d_functional") ||
                        starts_with(name, "fsdp::");
   info->certain = starts_with(name, "aten::");
+  info->shortcut = find_shortcut(info->name);
   info->may_save_clone = !name.empty() && name.back() == '_' && !info->writes.empty() &&
                          info->writes[0] != Write::No && name != "aten::set_";
   return info;
@@ -225,6 +228,22 @@ OpInfo* op_info(const at::RecordFunction& fn) {
   }
   latest = {key, it->second.get()};
   return latest.info;
+}
+
+uint64_t mix_numbers(uint64_t h, c10::ArrayRef<const c10::IValue> inputs) {
+  for (const auto& x : inputs) {
+    if (x.isInt()) {
+      h = mix(h, static_cast<uint64_t>(x.toInt()));
+    } else if (x.isBool()) {
+      h = mix(h, x.toBool() ? 3 : 5);
+    } else if (x.isDouble()) {
+      const double number = x.toDouble();
+      uint64_t bits;
+      std::memcpy(&bits, &number, sizeof(bits));
+      h = mix(h, bits);
+    }
+  }
+  return h;
 }
 
 bool is_transparent(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs, bool on_cpu) {

@@ -11,6 +11,8 @@
 
 namespace delta {
 
+struct Shortcut;
+
 // How an op writes one of its arguments.
 enum class Write : uint8_t {
   No = 0,
@@ -41,7 +43,8 @@ struct OpInfo {
   int training_argument = -1;   // batch norm: Scratch holds only where this argument is true
   bool may_save_clone = false;  // in-place ops whose autograd saves self.clone() made inside
   size_t n_returns = 0;
-  std::vector<Write> writes;  // one per argument
+  const Shortcut* shortcut = nullptr;  // a cheaper way to run it again on the CPU
+  std::vector<Write> writes;           // one per argument
 
   Write write_of(size_t argument) const {
     return argument < writes.size() ? writes[argument] : Write::No;
@@ -55,6 +58,9 @@ OpInfo* clone_op_info();
 
 // Composite ops and autocast wrappers are transparent: what they call is recorded instead.
 bool is_transparent(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs, bool on_cpu);
+
+// The numbers among the arguments, mixed into `h`.
+uint64_t mix_numbers(uint64_t h, c10::ArrayRef<const c10::IValue> inputs);
 
 inline uint64_t mix(uint64_t h, uint64_t v) {
   h ^= v + 0x9e3779b97f4a7c15ULL + (h << 6) + (h >> 2);
@@ -71,6 +77,7 @@ enum class Sabotage : int {
   WrappedNumberLost = 4,
   PreWriteValue = 5,  // in-place ops are left out at replay
   NoCloneOnWrite = 6,
+  WrongShortcut = 7,
 };
 Sabotage sabotage();
 void set_sabotage(Sabotage which);

@@ -96,23 +96,6 @@ at::RecordFunctionCallback with_tensors(at::RecordFunctionCallback callback) {
       callback.needsInputs(true).needsOutputs(true).scopes({at::RecordScope::FUNCTION}));
 }
 
-// Of an op that is not certain, numbers count too: an audit at p=0 says nothing of p=0.1.
-uint64_t mix_numbers(uint64_t h, c10::ArrayRef<const c10::IValue> inputs) {
-  for (const auto& x : inputs) {
-    if (x.isInt()) {
-      h = mix(h, static_cast<uint64_t>(x.toInt()));
-    } else if (x.isBool()) {
-      h = mix(h, x.toBool() ? 3 : 5);
-    } else if (x.isDouble()) {
-      const double number = x.toDouble();
-      uint64_t bits;
-      std::memcpy(&bits, &number, sizeof(bits));
-      h = mix(h, bits);
-    }
-  }
-  return h;
-}
-
 uint64_t mix_geometry(uint64_t h, const at::Tensor& t) {
   if (!t.defined() || !t.has_storage()) {
     return mix(h, 7);
@@ -358,7 +341,7 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
     }
     if (record) {
       fingerprint_ = mix(fingerprint_, signature);
-      if (!info->certain) {
+      if (!info->certain) {  // an audit at p=0 says nothing of p=0.1
         fingerprint_ = mix_numbers(fingerprint_, inputs);
       }
       Taper(*this, open, *record, is_training(*info, inputs), to_clone).tape(inputs);

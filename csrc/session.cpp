@@ -294,6 +294,17 @@ bool Session::storage_alive(const Value& v) const {
          (v.home->strong || !v.home->weak.expired());
 }
 
+c10::Storage Session::storage_there(const Value& v) const {
+  if (!storage_alive(v) || !content_unchanged(*v.home) || !v.readable()) {
+    return {};
+  }
+  if (v.home->strong) {
+    return v.home->strong;
+  }
+  auto storage = v.home->weak.lock();
+  return storage ? c10::Storage(std::move(storage)) : c10::Storage();
+}
+
 bool Session::content_unchanged(const Page& page) const {
   return page.many_counters || !page.version_known || page.version < 0 ||
          static_cast<int64_t>(page.version_counter.current_version()) <= page.version;

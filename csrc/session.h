@@ -20,6 +20,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -38,6 +39,7 @@ enum class EventKind : int32_t {
   Step = 7,
   Rescue = 8,
   Overshoot = 9,
+  Replayed = 10,
 };
 
 struct Event {
@@ -122,6 +124,8 @@ struct Counters {
   int64_t rebuilds = 0;  // pages brought back
   int64_t rebuilt_bytes = 0;
   int64_t replayed_ops = 0;
+  int64_t shortcuts = 0;          // of these: by a shortcut
+  int64_t shortcut_failures = 0;  // shortcuts that made other bits when they were tried
   double rebuild_seconds = 0;
   int64_t boundary_evictions = 0;
   int64_t rescues = 0;
@@ -287,6 +291,7 @@ struct Session : c10::intrusive_ptr_target {
   bool needs_clone(Page& page);
   void clone_sources(const ToClone& sources);  // without the lock
   bool storage_alive(const Value& v) const;
+  c10::Storage storage_there(const Value& v) const;  // holding this content; empty: nowhere
   bool content_unchanged(const Page& page) const;
   void set_unknown_content(Page& page, const at::Tensor& t);
   void spoil(Page& page, const at::Tensor& t);
@@ -333,6 +338,7 @@ struct Session : c10::intrusive_ptr_target {
   // Outputs of uncertain ops, by trust_key(): made again with the same bits, or ever with others.
   std::unordered_set<uint64_t> trusted_;
   std::unordered_set<uint64_t> distrusted_;
+  std::unordered_map<uint64_t, bool> shortcut_holds_;  // by op and numbers; see shortcuts.h
   std::vector<Event> events_;
 
   bool logging_ = false;

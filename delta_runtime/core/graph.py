@@ -34,6 +34,7 @@ class StepGraph:
         op_name: name of each op, with its overload.
         op_tick: tick at which each op began.
         op_seconds: seconds of each op, by the host's clock on the CPU.
+        op_replay_seconds: seconds of each op when it ran again for a rebuild; nan where it did not.
         op_watermark_bytes: most bytes that the op held above what was live at its begin.
         op_ordinary_bytes: bytes that would have been live at its begin with nothing dropped.
         op_backward: whether it ran in backward.
@@ -54,6 +55,7 @@ class StepGraph:
     op_name: tuple[str, ...]
     op_tick: Ints
     op_seconds: Floats
+    op_replay_seconds: Floats
     op_watermark_bytes: Ints
     op_ordinary_bytes: Ints
     op_backward: npt.NDArray[np.bool_]
@@ -102,6 +104,20 @@ class StepGraph:
         return float(self.op_seconds.sum())
 
     @cached_property
+    def rerun_seconds(self) -> Floats:
+        """What it takes to run each op once more.
+
+        As measured, where that was. Else `op_seconds` times the ratio that other ops of its name
+        showed (inputs that are not in the cache any more, cheaper ways that replay takes), or 1.
+        """
+        known = np.isfinite(self.op_replay_seconds)
+        names, name = np.unique(np.array(self.op_name, dtype=object), return_inverse=True)
+        first = np.bincount(name[known], self.op_seconds[known], len(names))
+        again = np.bincount(name[known], self.op_replay_seconds[known], len(names))
+        ratio = np.divide(again, first, out=np.ones(len(names)), where=first > 0)
+        return np.where(known, self.op_replay_seconds, self.op_seconds * ratio[name])
+
+    @cached_property
     def first_use(self) -> Ints:
         """Tick of the first unpack of each saved value; `ticks` where there was none."""
         starts, ends = self.use_offsets[:-1], self.use_offsets[1:]
@@ -134,6 +150,7 @@ class StepGraph:
 _COLUMN_TYPES: Mapping[str, Any] = {
     "op_tick": np.int64,
     "op_seconds": np.float64,
+    "op_replay_seconds": np.float64,
     "op_watermark_bytes": np.int64,
     "op_ordinary_bytes": np.int64,
     "op_backward": np.bool_,

@@ -59,6 +59,8 @@ class EventKind(enum.IntEnum):
     """An allocation of `bytes` inside an op had to ask for room."""
     OVERSHOOT = 9
     """A request for room could not be met; `bytes` were still missing."""
+    REPLAYED = 10
+    """An op ran again for a rebuild; `key` of a value that it made, `seconds` as measured."""
 
 
 EVENT_DTYPE = np.dtype(

@@ -132,7 +132,7 @@ class _Cover:
 
     def marginal_seconds(self, page: int) -> float:
         ops = self.recipes.ops[page]
-        return float(self.graph.op_seconds[ops[self.run_op[ops] == 0]].sum())
+        return float(self.graph.rerun_seconds[ops[self.run_op[ops] == 0]].sum())
 
     def changes(self, page: int) -> tuple[dict[int, int], list[tuple[int, int, float]]]:
         """What dropping a page would do: the needs that move, and the spans of bytes that change."""
@@ -245,7 +245,7 @@ class _Simulation:
         self.begin = cover.begin.tolist()
         self.made_at = graph.saved.tolist()
         self.own_need = cover.own_need.tolist()
-        self.seconds = [float(graph.op_seconds[ops].sum()) for ops in cover.recipes.ops]
+        self.seconds = [float(graph.rerun_seconds[ops].sum()) for ops in cover.recipes.ops]
         self.work_bytes = _work_bytes(graph, cover.recipes)
         self.parents = [parents.tolist() for parents in cover.recipes.parents]
         self.gone = np.searchsorted(graph.op_tick, graph.released_at, side="right").tolist()

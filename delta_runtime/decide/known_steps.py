@@ -75,6 +75,9 @@ class KnownSteps:
             graph = replace(
                 graph,
                 op_seconds=np.minimum(known.graph.op_seconds, graph.op_seconds),
+                op_replay_seconds=np.fmin(
+                    known.graph.op_replay_seconds, graph.op_replay_seconds
+                ),
                 op_watermark_bytes=np.maximum(
                     known.graph.op_watermark_bytes, graph.op_watermark_bytes
                 ),

@@ -77,6 +77,13 @@ def read_step_graph(session: Any, events: Events) -> StepGraph | None:
         rows = rows[place[rows["key"]] >= 0]
         return place[rows["key"]], rows["tick"] - begin
 
+    # Keys of an earlier step cannot be told from this one's: its ticks are older.
+    replayed = events[(kinds == EventKind.REPLAYED) & (events["tick"] >= begin)]
+    replayed = replayed[replayed["key"] < len(values)]
+    replay_seconds = np.full(len(ops), np.inf)
+    np.minimum.at(replay_seconds, value_op[replayed["key"]], replayed["seconds"])
+    replay_seconds[np.isinf(replay_seconds)] = np.nan
+
     released_at = np.full(len(saved), ticks, dtype=np.int64)
     at, when = ticks_of(EventKind.RELEASED)
     released_at[at] = when
@@ -90,6 +97,7 @@ def read_step_graph(session: Any, events: Events) -> StepGraph | None:
         op_name=tuple(names.get(int(h), "?") for h in ops["name_hash"]),
         op_tick=ops["tick"] - begin,
         op_seconds=ops["seconds"].copy(),
+        op_replay_seconds=replay_seconds,
         op_watermark_bytes=ops["watermark_bytes"].copy(),
         op_ordinary_bytes=ops["live_bytes"] + ops["dropped_bytes"],
         op_backward=ops["phase"] == 1,

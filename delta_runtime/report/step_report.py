@@ -34,6 +34,7 @@ class StepTotals:
         drops, dropped_bytes: storages freed to be recomputed.
         rebuilds, rebuilt_bytes, rebuild_s: storages recomputed, with the seconds of it.
         replayed_ops: ops run again.
+        shortcuts, shortcut_failures: of these, made by a cheaper way; ways that were tried and failed.
         rescues, rescued_bytes: times that an allocation itself had to ask for room.
         shortfalls, shortfall_bytes: requests that could not be met, and the worst of them.
         kept_bytes: bytes saved but not managed, by reason.
@@ -55,6 +56,8 @@ class StepTotals:
     rebuilt_bytes: int = 0
     rebuild_s: float = 0.0
     replayed_ops: int = 0
+    shortcuts: int = 0
+    shortcut_failures: int = 0
     boundary_evictions: int = 0
     rescues: int = 0
     rescued_bytes: int = 0
