@@ -22,7 +22,9 @@ WRONG_SHORTCUT = 7  # as in csrc/op_info.h
 Forward = Callable[[int], Tensor]
 
 
-def _train(forward: Forward, tensors: list[Tensor], *, managed: bool, steps: int = 3) -> tuple[Snapshot, dict]:
+def _train(
+    forward: Forward, tensors: list[Tensor], *, managed: bool, steps: int = 3
+) -> tuple[Snapshot, dict]:
     """What some steps leave behind, and the runtime's counters. Step i begins with seed i."""
     cpu_pool.install()
     runtime = delta.Runtime(policy="stress_drop_all", device="cpu") if managed else None

@@ -17,6 +17,8 @@ from delta_runtime.decide.foresight import Foresight, foresee
 
 CALIBRATION_STEPS = 3
 """Steps of one graph whose op times are taken (the least of them counts) before its plan is final."""
+SEARCH_EFFORT = 4.0
+"""How long the final plan of a graph is improved, in steps' worth of what it rebuilds."""
 MOST_GRAPHS = 16
 """Graphs that are remembered: alternating input shapes keep their plans."""
 
@@ -36,6 +38,7 @@ class _Known:
     graph: StepGraph
     foresight: Foresight | None = None
     runs: int = 1
+    budget_bytes: int = 0  # that `foresight` was made for
 
 
 class KnownSteps:
@@ -75,21 +78,22 @@ class KnownSteps:
             graph = replace(
                 graph,
                 op_seconds=np.minimum(known.graph.op_seconds, graph.op_seconds),
-                op_replay_seconds=np.fmin(
-                    known.graph.op_replay_seconds, graph.op_replay_seconds
-                ),
+                op_replay_seconds=np.fmin(known.graph.op_replay_seconds, graph.op_replay_seconds),
                 op_watermark_bytes=np.maximum(
                     known.graph.op_watermark_bytes, graph.op_watermark_bytes
                 ),
             )
-            known = _Known(graph, known.foresight, known.runs + 1)
+            known = _Known(graph, known.foresight, known.runs + 1, known.budget_bytes)
         else:
             known = _Known(graph)
         self._known[graph.fingerprint] = known
         while len(self._known) > MOST_GRAPHS:
             self._known.popitem(last=False)
-        if self._plans:
-            known.foresight = foresee(graph, budget_bytes)
+        has_final_plan = known.runs > CALIBRATION_STEPS and known.budget_bytes == budget_bytes
+        if self._plans and not has_final_plan:
+            effort = SEARCH_EFFORT if known.runs >= CALIBRATION_STEPS else 0.0
+            known.foresight = foresee(graph, budget_bytes, effort=effort)
+            known.budget_bytes = budget_bytes
         return graph
 
     def tables(self) -> list[PlanTable]:

@@ -1,0 +1,195 @@
+"""A first choice of what to drop: the cheapest cover of what is too much at each op.
+
+Dropping a saved value covers its bytes from after its last use in forward until it is needed again: at
+its own first unpack, or earlier when a dropped value downstream is rebuilt from it. It costs the
+seconds of the op that made it and of the unsaved ops in between. What rebuilding holds for a moment
+is not counted here: that is `rehearsal`'s concern.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Set
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from delta_runtime.core.graph import Ints, StepGraph
+
+Mask = npt.NDArray[np.bool_]
+
+EPSILON_S = 1e-7
+"""Seconds added to every choice: no op is free."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recipes:
+    """For each saved value: the unsaved ops of its recipe, and the saved values that it starts from."""
+
+    ops: list[Ints]
+    parents: list[Ints]
+    children: list[list[int]]
+    possible: Mask
+
+
+def recipes_of(graph: StepGraph) -> Recipes:
+    page_of = np.full(graph.n_values, -1, dtype=np.int64)
+    page_of[graph.saved] = np.arange(len(graph.saved))
+    ops: list[Ints] = []
+    parents: list[Ints] = []
+    children: list[list[int]] = [[] for _ in graph.saved]
+    possible = np.ones(len(graph.saved), dtype=bool)
+    for page, value in enumerate(graph.saved):
+        chain: set[int] = set()
+        roots: set[int] = set()
+        stack = [int(graph.value_op[value])]
+        while stack:
+            op = stack.pop()
+            if op in chain:
+                continue
+            chain.add(op)
+            for source in graph.inputs_of(op):
+                parent = int(page_of[source])
+                if parent >= 0:
+                    roots.add(parent)
+                else:
+                    stack.append(int(graph.value_op[source]))
+            if len(chain) > 4096:
+                possible[page] = False
+                break
+        roots.discard(page)
+        ops.append(np.array(sorted(chain), dtype=np.int64))
+        parents.append(np.array(sorted(roots), dtype=np.int64))
+        for parent in roots:
+            children[parent].append(page)
+    return Recipes(ops, parents, children, possible)
+
+
+def _last_forward_read(graph: StepGraph) -> Ints:
+    """Index of the last op in forward that made or read each value."""
+    last = graph.value_op.copy()
+    for op in range(graph.n_ops):
+        if not graph.op_backward[op]:
+            last[graph.inputs_of(op)] = op
+    return last
+
+
+class Cover:
+    """The state of the greedy choice: what is dropped, from when to when, and what is still too much.
+
+    Args:
+        graph: the recorded step.
+        budget_bytes: what may be live at any moment.
+        recipes: of `graph`.
+        kept: rows of `graph.saved` that are not to be dropped.
+    """
+
+    def __init__(
+        self, graph: StepGraph, budget_bytes: int, recipes: Recipes, kept: Set[int] = frozenset()
+    ) -> None:
+        self.graph = graph
+        self.recipes = recipes
+        self.bytes = graph.saved_bytes.astype(np.float64)
+        last_read = _last_forward_read(graph)[graph.saved]
+        saved_at = np.searchsorted(graph.op_tick, graph.saved_at, side="left")
+        self.begin = np.maximum(last_read, saved_at) + 1
+        # Rebuilt before the op that unpacks it, while the op before is just over: one op early.
+        self.own_need = np.searchsorted(graph.op_tick, graph.first_use, side="right") - 1
+        self.need = self.own_need.copy()
+        self.planned = np.zeros(len(graph.saved), dtype=bool)
+        self.run_op = np.zeros(graph.n_ops, dtype=np.int64)  # planned recipes that run each op
+        self.excess = (graph.op_ordinary_bytes + graph.op_watermark_bytes - budget_bytes).astype(
+            np.float64
+        )
+        self.original_excess = self.excess.copy()
+        self.droppable = recipes.possible & (self.own_need > self.begin)
+        self.droppable[list(kept)] = False
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Takes out of `excess` what no choice can cover: it must not drive the greedy choice."""
+        most = np.zeros(len(self.excess) + 1)
+        away = self.droppable
+        np.add.at(most, self.begin[away], self.bytes[away])
+        np.add.at(most, self.own_need[away], -self.bytes[away])
+        self.excess -= np.maximum(self.excess - np.cumsum(most)[:-1], 0)
+
+    def marginal_seconds(self, page: int) -> float:
+        ops = self.recipes.ops[page]
+        return float(self.graph.rerun_seconds[ops[self.run_op[ops] == 0]].sum())
+
+    def changes(self, page: int) -> tuple[dict[int, int], list[tuple[int, int, float]]]:
+        """What dropping a page would do: the needs that move, and the spans of bytes that change."""
+        need = int(self.own_need[page])
+        for child in self.recipes.children[page]:
+            if self.planned[child]:
+                need = min(need, int(self.need[child]))
+        needs = {page: need}
+        spans = []
+        if need > self.begin[page]:
+            spans.append((int(self.begin[page]), need, -float(self.bytes[page])))
+        stack = [page]
+        while stack:
+            child = stack.pop()
+            for parent in self.recipes.parents[child].tolist():
+                if not self.planned[parent]:
+                    continue
+                before = needs.get(parent, int(self.need[parent]))
+                if before > needs[child]:
+                    sooner = max(needs[child], int(self.begin[parent]))
+                    if before > sooner:
+                        spans.append((sooner, before, float(self.bytes[parent])))
+                    needs[parent] = needs[child]
+                    stack.append(parent)
+        return needs, spans
+
+    def gain(self, page: int) -> float:
+        """By how many byte-ops dropping the page lessens the excess."""
+        _, spans = self.changes(page)
+        if not spans:
+            return 0.0
+        low = min(span[0] for span in spans)
+        high = max(span[1] for span in spans)
+        window = self.excess[low:high]
+        after = window.copy()
+        for begin, end, change in spans:
+            after[begin - low : end - low] += change
+        return float(np.maximum(window, 0).sum() - np.maximum(after, 0).sum())
+
+    def add(self, page: int) -> None:
+        needs, spans = self.changes(page)
+        for begin, end, change in spans:
+            self.excess[begin:end] += change
+        for moved, need in needs.items():
+            self.need[moved] = need
+        self.planned[page] = True
+        self.run_op[self.recipes.ops[page]] += 1
+
+
+def choose(cover: Cover) -> None:
+    """Takes the page with the least seconds per covered byte-op until nothing is too much.
+
+    Lazy: scores only get worse as the excess shrinks (nearly: an op that another recipe runs anyway
+    gets cheaper), so the best stale score is looked at again before it is believed.
+    """
+    added = True
+    while added and cover.excess.max(initial=0) > 0:
+        added = False
+        heap: list[tuple[float, int]] = []
+        for page in np.flatnonzero(cover.droppable & ~cover.planned).tolist():
+            gain = cover.gain(page)
+            if gain > 0:
+                heap.append(((cover.marginal_seconds(page) + EPSILON_S) / gain, page))
+        heapq.heapify(heap)
+        while heap and cover.excess.max(initial=0) > 0:
+            stale, page = heapq.heappop(heap)
+            gain = cover.gain(page)
+            if gain <= 0:
+                continue  # for now: another choice may make it worth while, in the next round
+            score = (cover.marginal_seconds(page) + EPSILON_S) / gain
+            if heap and score > heap[0][0] and score > stale:
+                heapq.heappush(heap, (score, page))
+                continue
+            cover.add(page)
+            added = True

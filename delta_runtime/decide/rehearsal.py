@@ -1,0 +1,214 @@
+"""Plays a backward pass with a choice of drops, and mends the choice where that does not fit.
+
+A value that was rebuilt early may be dropped once more until its own use (`again`), at the cost of a
+second rebuild.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from delta_runtime.core.graph import Floats, StepGraph
+from delta_runtime.decide.cover import EPSILON_S, Cover, Mask, Recipes
+
+_MOST_WORK = 400_000  # uses played while drops are added: about half a second
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a choice leads to: seconds of rebuilding, and bytes too much at each op."""
+
+    seconds: float
+    excess: Floats
+
+    @property
+    def area(self) -> float:
+        return float(np.maximum(self.excess, 0).sum())
+
+
+def _work_bytes(graph: StepGraph, recipes: Recipes) -> list[float]:
+    """What rebuilding each saved value holds for a moment, beside the value and its saved parents."""
+    made_bytes = np.bincount(graph.value_op, weights=graph.value_bytes, minlength=graph.n_ops)
+    workspace = np.maximum(graph.op_watermark_bytes - made_bytes, 0)
+    work = []
+    for page, ops in enumerate(recipes.ops):
+        passing = made_bytes[ops].sum() - graph.value_bytes[graph.saved[page]]
+        work.append(float(passing + workspace[ops].max(initial=0)))
+    return work
+
+
+class Rehearsal:
+    """Plays backward with a choice of drops, as the runtime would without any further pressure."""
+
+    def __init__(self, cover: Cover) -> None:
+        graph = cover.graph
+        self.graph = graph
+        self.played = 0  # uses, in all calls of `play`
+        self.bytes = cover.bytes
+        self.base = (cover.original_excess).copy()
+        self.begin = cover.begin.tolist()
+        self.made_at = graph.saved.tolist()
+        self.own_need = cover.own_need.tolist()
+        self.seconds = [float(graph.rerun_seconds[ops].sum()) for ops in cover.recipes.ops]
+        self.work_bytes = _work_bytes(graph, cover.recipes)
+        self.parents = [parents.tolist() for parents in cover.recipes.parents]
+        self.gone = np.searchsorted(graph.op_tick, graph.released_at, side="right").tolist()
+        uses = [
+            (int(at), page)
+            for page in range(len(graph.saved))
+            for at in np.searchsorted(
+                graph.op_tick,
+                graph.uses[graph.use_offsets[page] : graph.use_offsets[page + 1]],
+                side="right",
+            )
+            - 1
+        ]
+        self.uses = sorted(uses)
+
+    def play(self, dropped: Mask, again: Mask) -> Outcome:
+        """What happens when `dropped` are dropped, and `again` of them once more when rebuilt early."""
+        self.played += len(self.uses)
+        n_ops = len(self.base)
+        away = np.zeros(n_ops + 1)
+        extra: dict[int, float] = {}
+        resident = (~dropped).tolist()
+        once_more = again.tolist()
+        for page in np.flatnonzero(dropped).tolist():
+            away[self.begin[page]] += self.bytes[page]
+            # What is never asked for stays away.
+        seconds = 0.0
+        for at, page in self.uses:
+            if resident[page] and self.gone[page] >= at:
+                continue
+            todo, stack = {page}, [page]
+            while stack:
+                for parent in self.parents[stack.pop()]:
+                    there = resident[parent] and self.gone[parent] >= at
+                    if not there and parent not in todo:
+                        todo.add(parent)
+                        stack.append(parent)
+            order = sorted(todo, key=self.made_at.__getitem__)  # parents first
+            last_reader = {
+                parent: made for made in order for parent in self.parents[made] if parent in todo
+            }
+            most, passing = 0.0, 0.0
+            ends: dict[int, list[float]] = {}
+            for made in order:
+                seconds += self.seconds[made]
+                most = max(most, passing + self.work_bytes[made])
+                if made != page and (
+                    (once_more[made] and self.own_need[made] > at) or self.gone[made] < at
+                ):
+                    passing += self.bytes[made]
+                    ends.setdefault(last_reader.get(made, made), []).append(self.bytes[made])
+                    most = max(most, passing)
+                elif not resident[made]:
+                    resident[made] = True
+                    away[max(at, self.begin[made])] -= self.bytes[made]
+                passing -= sum(ends.pop(made, ()))
+            extra[at] = max(extra.get(at, 0.0), most)
+        excess = self.base - np.cumsum(away)[:-1]
+        if extra:
+            # Rebuilding happens before the op: beside what is live then, but not beside the op's own needs.
+            at_ops = np.fromiter(extra, dtype=np.int64)
+            need = np.fromiter(extra.values(), dtype=np.float64)
+            own = self.graph.op_watermark_bytes[np.minimum(at_ops + 1, n_ops - 1)]
+            np.maximum.at(excess, at_ops, excess[at_ops] + np.maximum(need - own, 0))
+        return Outcome(seconds, excess)
+
+
+@dataclass(eq=False)
+class Choice:
+    """Which saved values are dropped, which of them twice, and what that leads to.
+
+    Args:
+        dropped: rows of `graph.saved` that are to be dropped.
+        again: which of them are to be dropped once more when they were rebuilt early.
+        outcome: of `Rehearsal.play`.
+    """
+
+    dropped: Mask
+    again: Mask
+    outcome: Outcome
+
+    def better_than(self, other: Choice) -> bool:
+        """Fits better or, where both fit equally well, takes less time."""
+        mine, its = self.outcome, other.outcome
+        return (mine.area, mine.seconds) < (its.area, its.seconds)
+
+
+def mend(
+    rehearsal: Rehearsal, cover: Cover, *, most_seconds: float = float("inf")
+) -> Choice | None:
+    """Turn the cover's choice into one that fits, as far as one is found.
+
+    Args:
+        rehearsal: of the cover's graph and budget.
+        cover: what is chosen so far, and what may be dropped.
+        most_seconds: of rebuilding; a choice that takes longer is not looked for.
+
+    Returns:
+        The choice; None where it would take longer than `most_seconds`.
+    """
+    dropped = cover.planned.copy()
+    again = np.zeros(len(dropped), dtype=bool)
+    choice = Choice(dropped, again, rehearsal.play(dropped, again))
+    _add_until_it_fits(rehearsal, cover, choice, most_seconds)
+    if choice.outcome.seconds > most_seconds:
+        return None
+    _take_back(rehearsal, choice)
+    return choice
+
+
+def _add_until_it_fits(
+    rehearsal: Rehearsal, cover: Cover, choice: Choice, most_seconds: float
+) -> None:
+    """Adds drops, and second drops, where the rehearsal is still over the budget."""
+    dropped, again = choice.dropped, choice.again
+    allowed = rehearsal.played + max(_MOST_WORK, 64 * len(rehearsal.uses))
+    tried_in_vain = np.zeros(len(choice.outcome.excess), dtype=bool)
+    while rehearsal.played < allowed and choice.outcome.seconds <= most_seconds:
+        best = choice.outcome
+        open_excess = np.where(tried_in_vain, 0, best.excess)
+        worst = int(np.argmax(open_excess))
+        if open_excess[worst] <= 0:
+            break
+        spanning = (cover.begin <= worst) & (cover.own_need > worst) & cover.droppable
+        moves = [(page, False) for page in np.flatnonzero(spanning & ~dropped).tolist()]
+        moves += [(page, True) for page in np.flatnonzero(spanning & dropped & ~again).tolist()]
+        found: tuple[float, int, bool, Outcome] | None = None
+        for page, second in moves:
+            mask = again if second else dropped
+            mask[page] = True
+            outcome = rehearsal.play(dropped, again)
+            mask[page] = False
+            gained = best.area - outcome.area
+            if gained > 0:
+                score = (max(outcome.seconds - best.seconds, 0) + EPSILON_S) / gained
+                if found is None or score < found[0]:
+                    found = (score, page, second, outcome)
+        if found is None:
+            tried_in_vain[worst] = True
+            continue
+        (again if found[2] else dropped)[found[1]] = True
+        choice.outcome = found[3]
+        tried_in_vain[:] = False
+
+
+def _take_back(rehearsal: Rehearsal, choice: Choice) -> None:
+    """Takes back, dearest first, what is not needed for the excess to be as small as it is."""
+    dropped, again = choice.dropped, choice.again
+    order = np.argsort([-seconds for seconds in rehearsal.seconds])
+    for mask in (again, dropped):
+        for page in order.tolist():
+            if not mask[page] or (mask is dropped and again[page]):
+                continue
+            mask[page] = False
+            outcome = rehearsal.play(dropped, again)
+            best = choice.outcome
+            if outcome.area <= best.area and outcome.seconds <= best.seconds:
+                choice.outcome = outcome
+            else:
+                mask[page] = True
