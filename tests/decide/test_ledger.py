@@ -171,7 +171,7 @@ def test_memory_of_the_table_stays_bounded():
             "INADMISSIBLE while RELEASED",
             [packed(1), event(K.RELEASED, 1), event(K.INADMISSIBLE, 1)],
         ),
-        ("unknown kinds", [event(10)]),
+        ("unknown kinds", [event(len(K))]),
         ("unknown kinds", [event(-1)]),
     ],
 )
