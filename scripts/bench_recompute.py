@@ -51,6 +51,7 @@ import delta_runtime as delta
 from delta_runtime import cpu_pool
 from delta_runtime.core.model import EventKind
 from delta_runtime.core.units import format_bytes, format_seconds
+from delta_runtime.decide.cover import least_peak
 from delta_runtime.decide.known_steps import CALIBRATION_STEPS
 from delta_runtime.decide.policies import POLICIES
 from delta_runtime.report.step_report import StepTotals
@@ -187,11 +188,14 @@ class Measured:
         peak_bytes: the pool's highest live bytes in an ordinary step, optimizer included.
         activation_bytes: bytes of all saved values of a step in which nothing was evicted.
         persistent_bytes: parameters, buffers and the optimizer's state.
+        least_bytes, least_op: the peak that no choice of drops goes below, and the op that sets it.
     """
 
     peak_bytes: int
     activation_bytes: int
     persistent_bytes: int
+    least_bytes: int
+    least_op: str
 
     def budget_bytes(self, share: float) -> int:
         """The budget that leaves `share` of the activations."""
@@ -212,9 +216,11 @@ def measure(state: TrainState) -> Measured:
         peak_bytes = max(peak_bytes, cpu_pool.peak_bytes())
     runtime = delta.Runtime(policy="off", device="cpu")
     train_step(state, state.batch(2), runtime)
-    activation_bytes = runtime.graph().activation_bytes
+    graph = runtime.graph()
     runtime.close()
-    return Measured(peak_bytes, activation_bytes, state.persistent_bytes())
+    return Measured(
+        peak_bytes, graph.activation_bytes, state.persistent_bytes(), *least_peak(graph)
+    )
 
 
 # -------------------------------------------------------------------------------------------- the peer
@@ -477,7 +483,9 @@ def bench(workload: Workload, settings: Settings) -> Result:
     measured = measure(state)
     console.print(
         f"[bold]{workload.title}[/]: ordinary peak {format_bytes(measured.peak_bytes)}, of it activations "
-        f"{format_bytes(measured.activation_bytes)} ({measured.activation_bytes / measured.peak_bytes:.1%})"
+        f"{format_bytes(measured.activation_bytes)} ({measured.activation_bytes / measured.peak_bytes:.1%})\n"
+        f"  no choice of drops goes below about {format_bytes(measured.least_bytes)} "
+        f"({measured.of_activations(measured.least_bytes):.1%} of the activations): {measured.least_op}"
     )
     contenders = [
         Contender(policy, share, measured.budget_bytes(share))

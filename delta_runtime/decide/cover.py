@@ -193,3 +193,22 @@ def choose(cover: Cover) -> None:
                 continue
             cover.add(page)
             added = True
+
+
+def least_peak(graph: StepGraph) -> tuple[int, str]:
+    """The peak that no choice of drops goes below, and the op that sets it.
+
+    At each op stays what is persistent, what is not saved, what the op itself asks for, and its
+    watermark. A bound: what rebuilding its inputs holds for a moment is not counted.
+
+    Returns:
+        Bytes, and the name of the op.
+    """
+    cover = Cover(graph, 0, recipes_of(graph))
+    away = np.zeros(graph.n_ops + 2)
+    pages = np.flatnonzero(cover.droppable)
+    np.add.at(away, cover.begin[pages], cover.bytes[pages])
+    np.add.at(away, cover.own_need[pages] + 1, -cover.bytes[pages])
+    need = graph.op_ordinary_bytes + graph.op_watermark_bytes - np.cumsum(away)[: graph.n_ops]
+    worst = int(np.argmax(need))
+    return int(need[worst]), graph.op_name[worst]
