@@ -162,7 +162,7 @@ struct Way {
 };
 
 // The shortcut that may be taken, or has to be tried first.
-Way way_of(Session& session, const OpRecord& op) {
+Way way_of(Session& session, const OpRecord& op, Plan& plan) {
   Way way;
   const Shortcut* shortcut = op.device.is_cpu() ? op.info->shortcut : nullptr;
   if (shortcut == nullptr) {
@@ -179,9 +179,19 @@ Way way_of(Session& session, const OpRecord& op) {
     if (out.position == 0) {
       wanted = true;
       way.key = mix_numbers(out.value->trust_key(), numbers);
+      for (const auto& ref : op.inputs) {
+        way.key = mix(way.key, static_cast<uint64_t>(c10::typeMetaToScalarType(ref.view.dtype)));
+        for (const auto stride : ref.view.geometry.strides_arrayref()) {
+          way.key = mix(way.key, static_cast<uint64_t>(stride));
+        }
+      }
     }
     for (size_t i = 0; i < way.given.size(); ++i) {
       if (out.position == shortcut->given[i] && !out.is_argument) {
+        const auto slot = plan.slots.find(out.value);
+        if (slot != plan.slots.end() && slot->second.uses > 0 && !slot->second.storage) {
+          return {};  // to be made by this plan: an audit of a value that is there
+        }
         way.given[i] = session.storage_there(*out.value);
         found += way.given[i] ? 1 : 0;
       }
@@ -282,7 +292,7 @@ std::vector<c10::Storage> run(OpRecord& op, Plan& plan, Way& way) {
   }
   if (inputs.empty() || sabotage() != Sabotage::PreWriteValue) {
     RecordedContext context(op);
-    if (way.shortcut != nullptr && !way.shortcut->applies(stack)) {
+    if (way.shortcut != nullptr && !(way.shortcut->applies(stack) && way.shortcut->proven(stack))) {
       way.shortcut = nullptr;
     }
     if (way.shortcut != nullptr) {
@@ -310,6 +320,8 @@ std::vector<c10::Storage> run(OpRecord& op, Plan& plan, Way& way) {
   return made;
 }
 
+constexpr size_t kMostVerdicts = 65536;  // numbers that change with each step are not kept forever
+
 double seconds_since(std::chrono::steady_clock::time_point begin) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
@@ -317,11 +329,21 @@ double seconds_since(std::chrono::steady_clock::time_point begin) {
 // Makes the outputs of an op again, by a shortcut where one was shown to make the same bits.
 // `seconds` is what it takes when nothing has to be tried.
 std::vector<c10::Storage> make(Session& session, OpRecord& op, Plan& plan, double& seconds) {
-  Way way = way_of(session, op);
+  Way way = way_of(session, op, plan);
+  Way whole;
   auto begin = std::chrono::steady_clock::now();
   const bool trial = way.shortcut != nullptr && !way.tried;
   if (!trial) {
-    auto made = run(op, plan, way);
+    std::vector<c10::Storage> made;
+    try {
+      made = run(op, plan, way);
+    } catch (const std::exception&) {
+      if (way.shortcut == nullptr) {
+        throw;
+      }
+      way.shortcut = nullptr;
+      made = run(op, plan, whole);
+    }
     seconds = seconds_since(begin);
     Session::Guard guard(session);
     session.counters_.shortcuts += way.shortcut != nullptr ? 1 : 0;
@@ -339,6 +361,7 @@ std::vector<c10::Storage> make(Session& session, OpRecord& op, Plan& plan, doubl
   };
   std::vector<bool> compared(op.outputs.size());
   bool holds = false;
+  bool decided = true;
   double shortcut_s = 0;
   try {
     auto made = run(op, plan, way);
@@ -349,13 +372,14 @@ std::vector<c10::Storage> make(Session& session, OpRecord& op, Plan& plan, doubl
         compared[i] = holds = true;
       }
     }
+  } catch (const c10::OutOfMemoryError&) {
+    holds = decided = false;
   } catch (const std::exception&) {
     holds = false;
   }
   if (way.shortcut == nullptr) {  // does not apply to these arguments
     holds = false;
   }
-  Way whole;
   begin = std::chrono::steady_clock::now();
   auto made = run(op, plan, whole);
   seconds = seconds_since(begin);
@@ -369,8 +393,13 @@ std::vector<c10::Storage> make(Session& session, OpRecord& op, Plan& plan, doubl
     seconds = shortcut_s;
   }
   Session::Guard guard(session);
-  session.shortcut_holds_[way.key] = holds;
-  session.counters_.shortcut_failures += holds || way.shortcut == nullptr ? 0 : 1;
+  if (decided) {
+    if (session.shortcut_holds_.size() >= kMostVerdicts) {
+      session.shortcut_holds_.clear();
+    }
+    session.shortcut_holds_[way.key] = holds;
+    session.counters_.shortcut_failures += holds || way.shortcut == nullptr ? 0 : 1;
+  }
   return made;
 }
 
@@ -525,7 +554,8 @@ c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs,
     }
     for (const auto& out : op->outputs) {
       if (out.value != nullptr && out.value->key >= 0) {
-        session.emit(EventKind::Replayed, nullptr, 0, seconds, out.value->key);
+        session.emit(EventKind::Replayed, nullptr, 0, seconds, out.value->key,
+                     static_cast<int>(out.value->fingerprint & 0x7fffffffU));
         break;
       }
     }
@@ -553,7 +583,9 @@ c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs,
     Session::Guard guard(session);
     session.counters_.rebuild_seconds += seconds_since(begin);
   }
-  return plan.slots.at(&root).storage;
+  const c10::Storage& result = plan.slots.at(&root).storage;
+  TORCH_CHECK(result, "delta_runtime: the value that was asked for was not made");
+  return result;
 }
 
 // The plan's values may be the last owners of records: they die under the lock.

@@ -133,7 +133,10 @@ class StepGraph:
         plain: dict[str, Any] = {}
         for field in fields(self):
             content = getattr(self, field.name)
-            plain[field.name] = content.tolist() if isinstance(content, np.ndarray) else content
+            if isinstance(content, np.ndarray):
+                listed = content.tolist()
+                content = [None if x != x else x for x in listed]  # nan is not JSON
+            plain[field.name] = content
         return json.dumps(plain)
 
     @classmethod

@@ -60,7 +60,8 @@ class EventKind(enum.IntEnum):
     OVERSHOOT = 9
     """A request for room could not be met; `bytes` were still missing."""
     REPLAYED = 10
-    """An op ran again for a rebuild; `key` of a value that it made, `seconds` as measured."""
+    """An op ran again for a rebuild; `key` of a value that it made, `seconds` as measured, `reason`
+    the low 31 bits of the value's fingerprint: it may be of an earlier step."""
 
 
 EVENT_DTYPE = np.dtype(

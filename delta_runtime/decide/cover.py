@@ -19,6 +19,7 @@ from delta_runtime.core.graph import Ints, StepGraph
 
 Mask = npt.NDArray[np.bool_]
 
+_WORK_OF_A_GAIN = 25
 EPSILON_S = 1e-7
 """Seconds added to every choice: no op is free."""
 
@@ -98,6 +99,7 @@ class Cover:
         self.own_need = np.searchsorted(graph.op_tick, graph.first_use, side="right") - 1
         self.need = self.own_need.copy()
         self.planned = np.zeros(len(graph.saved), dtype=bool)
+        self.work = 0  # gains computed, in units of `Rehearsal.work`
         self.run_op = np.zeros(graph.n_ops, dtype=np.int64)  # planned recipes that run each op
         self.excess = (graph.op_ordinary_bytes + graph.op_watermark_bytes - budget_bytes).astype(
             np.float64
@@ -146,6 +148,7 @@ class Cover:
 
     def gain(self, page: int) -> float:
         """By how many byte-ops dropping the page lessens the excess."""
+        self.work += _WORK_OF_A_GAIN
         _, spans = self.changes(page)
         if not spans:
             return 0.0

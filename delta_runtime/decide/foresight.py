@@ -21,11 +21,13 @@ import numpy as np
 
 from delta_runtime.core.graph import Floats, StepGraph
 from delta_runtime.decide.cover import Cover, Mask, choose, recipes_of
-from delta_runtime.decide.rehearsal import Choice, Rehearsal, mend
+from delta_runtime.decide.rehearsal import WORK_PER_SECOND, Choice, Rehearsal, mend
 
 _PLANNED = 1e-4  # weight of a planned drop relative to an unplanned one: it goes first
-_USES_PER_SECOND = 700_000  # played by a slow core
-_WORK_TO_FIT = 300_000  # uses played at least where the first choice does not fit
+_TO_MEND = 1_000_000  # units of work, for each attempt and direction; see WORK_PER_SECOND
+_TO_FIT = 500_000  # at least, to look for a choice that fits where the first one does not
+_MOST_EFFORT = 8_000_000
+_MOST_IN_VAIN = 40  # attempts in a row that found nothing better
 _SLACK = 1.1  # a choice that takes so much longer than the best before `mend` ends is given up
 
 
@@ -70,27 +72,37 @@ def foresee(graph: StepGraph, budget_bytes: int, *, effort: float = 0.0) -> Fore
     def attempt(kept: Set[int], most_seconds: float = float("inf")) -> Choice | None:
         cover = Cover(graph, budget_bytes, recipes, kept)
         choose(cover)
-        return mend(rehearsal, cover, most_seconds=most_seconds)
+        rehearsal.work += cover.work
+        return mend(rehearsal, cover, most_work=_TO_MEND, most_seconds=most_seconds)
 
-    choice = attempt(frozenset())
-    assert choice is not None  # nothing was asked of its seconds
-    work = rehearsal.played + int(effort * choice.outcome.seconds * _USES_PER_SECOND)
-    if choice.outcome.area > 0:
-        work = max(work, rehearsal.played + _WORK_TO_FIT)
+    first = attempt(frozenset())
+    assert first is not None  # nothing was asked of its seconds
+    choice = first
+    work = int(effort * first.outcome.seconds * WORK_PER_SECOND)
+    if first.outcome.area > 0:
+        work = max(work, _TO_FIT)
+    last = rehearsal.work + min(work, _MOST_EFFORT)
     kept: set[int] = set()
     tried: set[int] = set()
-    while rehearsal.played < work:
+    in_vain = 0
+    while rehearsal.work < last and in_vain < _MOST_IN_VAIN:
         fits = choice.outcome.area <= 0
         page = _to_keep(cover, choice.dropped, tried, only_parents=fits)
         if page is None:
             break
         tried.add(page)
+        in_vain += 1
         most_seconds = choice.outcome.seconds * _SLACK if fits else float("inf")
         other = attempt(kept | {page}, most_seconds)
         if other is not None and other.better_than(choice):
             choice = other
             kept.add(page)
             tried = set(kept)
+            in_vain = 0
+    if choice.outcome.area > 0:
+        # Nothing fits, by this account. It errs towards too much (watermarks are the highest seen),
+        # and what drops the most is not what leaves the victim queue the most to choose from.
+        choice = first
     ratio = np.array(rehearsal.seconds) / np.maximum(graph.saved_bytes, 1)
     weights = np.full(graph.n_values, np.inf)
     rebuilt = weights.copy()

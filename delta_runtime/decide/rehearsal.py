@@ -13,7 +13,8 @@ import numpy as np
 from delta_runtime.core.graph import Floats, StepGraph
 from delta_runtime.decide.cover import EPSILON_S, Cover, Mask, Recipes
 
-_MOST_WORK = 400_000  # uses played while drops are added: about half a second
+WORK_PER_SECOND = 1_500_000
+"""Units of work that a slow core does in a second: a use that is played, or a value looked at."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +46,7 @@ class Rehearsal:
     def __init__(self, cover: Cover) -> None:
         graph = cover.graph
         self.graph = graph
-        self.played = 0  # uses, in all calls of `play`
+        self.work = 0  # done in all calls of `play`
         self.bytes = cover.bytes
         self.base = (cover.original_excess).copy()
         self.begin = cover.begin.tolist()
@@ -69,7 +70,7 @@ class Rehearsal:
 
     def play(self, dropped: Mask, again: Mask) -> Outcome:
         """What happens when `dropped` are dropped, and `again` of them once more when rebuilt early."""
-        self.played += len(self.uses)
+        self.work += len(self.uses) + len(self.made_at) + len(self.base) // 8 + 20
         n_ops = len(self.base)
         away = np.zeros(n_ops + 1)
         extra: dict[int, float] = {}
@@ -140,13 +141,14 @@ class Choice:
 
 
 def mend(
-    rehearsal: Rehearsal, cover: Cover, *, most_seconds: float = float("inf")
+    rehearsal: Rehearsal, cover: Cover, *, most_work: int, most_seconds: float = float("inf")
 ) -> Choice | None:
     """Turn the cover's choice into one that fits, as far as one is found.
 
     Args:
         rehearsal: of the cover's graph and budget.
         cover: what is chosen so far, and what may be dropped.
+        most_work: after so much of it in either direction, the choice is taken as it is.
         most_seconds: of rebuilding; a choice that takes longer is not looked for.
 
     Returns:
@@ -155,21 +157,20 @@ def mend(
     dropped = cover.planned.copy()
     again = np.zeros(len(dropped), dtype=bool)
     choice = Choice(dropped, again, rehearsal.play(dropped, again))
-    _add_until_it_fits(rehearsal, cover, choice, most_seconds)
+    _add_until_it_fits(rehearsal, cover, choice, rehearsal.work + most_work, most_seconds)
     if choice.outcome.seconds > most_seconds:
         return None
-    _take_back(rehearsal, choice)
+    _take_back(rehearsal, choice, rehearsal.work + most_work)
     return choice
 
 
 def _add_until_it_fits(
-    rehearsal: Rehearsal, cover: Cover, choice: Choice, most_seconds: float
+    rehearsal: Rehearsal, cover: Cover, choice: Choice, most_work: int, most_seconds: float
 ) -> None:
     """Adds drops, and second drops, where the rehearsal is still over the budget."""
     dropped, again = choice.dropped, choice.again
-    allowed = rehearsal.played + max(_MOST_WORK, 64 * len(rehearsal.uses))
     tried_in_vain = np.zeros(len(choice.outcome.excess), dtype=bool)
-    while rehearsal.played < allowed and choice.outcome.seconds <= most_seconds:
+    while rehearsal.work < most_work and choice.outcome.seconds <= most_seconds:
         best = choice.outcome
         open_excess = np.where(tried_in_vain, 0, best.excess)
         worst = int(np.argmax(open_excess))
@@ -180,6 +181,8 @@ def _add_until_it_fits(
         moves += [(page, True) for page in np.flatnonzero(spanning & dropped & ~again).tolist()]
         found: tuple[float, int, bool, Outcome] | None = None
         for page, second in moves:
+            if rehearsal.work >= most_work:
+                break
             mask = again if second else dropped
             mask[page] = True
             outcome = rehearsal.play(dropped, again)
@@ -197,12 +200,14 @@ def _add_until_it_fits(
         tried_in_vain[:] = False
 
 
-def _take_back(rehearsal: Rehearsal, choice: Choice) -> None:
+def _take_back(rehearsal: Rehearsal, choice: Choice, most_work: int) -> None:
     """Takes back, dearest first, what is not needed for the excess to be as small as it is."""
     dropped, again = choice.dropped, choice.again
     order = np.argsort([-seconds for seconds in rehearsal.seconds])
     for mask in (again, dropped):
         for page in order.tolist():
+            if rehearsal.work >= most_work:
+                return
             if not mask[page] or (mask is dropped and again[page]):
                 continue
             mask[page] = False

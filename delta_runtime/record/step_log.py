@@ -77,9 +77,11 @@ def read_step_graph(session: Any, events: Events) -> StepGraph | None:
         rows = rows[place[rows["key"]] >= 0]
         return place[rows["key"]], rows["tick"] - begin
 
-    # Keys of an earlier step cannot be told from this one's: its ticks are older.
-    replayed = events[(kinds == EventKind.REPLAYED) & (events["tick"] >= begin)]
-    replayed = replayed[replayed["key"] < len(values)]
+    value_fingerprint = ops["fingerprint"][value_op]
+    replayed = events[(kinds == EventKind.REPLAYED) & (events["key"] < len(values))]
+    # Backward of an earlier step's graph may have run in this one: its keys are other values.
+    ours = (value_fingerprint[replayed["key"]] & np.uint64(0x7FFFFFFF)) == replayed["reason"]
+    replayed = replayed[ours & (replayed["tick"] >= begin)]
     replay_seconds = np.full(len(ops), np.inf)
     np.minimum.at(replay_seconds, value_op[replayed["key"]], replayed["seconds"])
     replay_seconds[np.isinf(replay_seconds)] = np.nan
@@ -106,7 +108,7 @@ def read_step_graph(session: Any, events: Events) -> StepGraph | None:
         inputs=inputs.copy(),
         value_op=value_op,
         value_bytes=values["bytes"].copy(),
-        value_fingerprint=ops["fingerprint"][value_op],
+        value_fingerprint=value_fingerprint,
         saved=saved.astype(np.int64),
         saved_at=(packed["tick"][first_rows] - begin).astype(np.int64),
         released_at=released_at,
