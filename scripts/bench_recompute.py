@@ -6,7 +6,7 @@ and after it, in one process, on one training state, and its ratio is to their m
 comes after another one like it that is not timed: going from one kind to the other moves memory from and to the
 system, which no training run does at each step. Beside it the peer:
 torch.utils.checkpoint around every block, and the runtime at a budget equal to that peer's peak.
-Takes about 17 minutes on two idle cores (`--rounds 3`: 7; `--filters --rounds 1`: 8); needs no GPU. Exits 1 if a row
+Takes about 17 minutes on two idle cores (`--rounds 3`: 10; `--filters --rounds 1`: 18); needs no GPU. Exits 1 if a row
 ran out of memory or a limit of time was missed.
 
     python scripts/bench_recompute.py [--models resnet50,gpt] [--shares 0.7,0.5,0.35,0.2] [--policies recompute]
