@@ -140,6 +140,20 @@ py::dict counters_of(const Session& s) {
   d["shortcut_failures"] = c.shortcut_failures;
   d["audits"] = c.audits;
   d["audit_failures"] = c.audit_failures;
+  d["swap_outs"] = c.swap_outs;
+  d["swapped_out_bytes"] = c.swapped_out_bytes;
+  d["clean_evictions"] = c.clean_evictions;
+  d["swap_ins"] = c.swap_ins;
+  d["swapped_in_bytes"] = c.swapped_in_bytes;
+  d["written_back_bytes"] = c.written_back_bytes;
+  d["prefetches"] = c.prefetches;
+  d["prefetch_hits"] = c.prefetch_hits;
+  d["prefetch_late"] = c.prefetch_late;
+  d["prefetch_misses"] = c.prefetch_misses;
+  d["prefetch_vain"] = c.prefetch_vain;
+  d["host_refusals"] = c.host_refusals;
+  d["out_stall_s"] = c.out_stall_seconds;
+  d["in_stall_s"] = c.in_stall_seconds;
   d["clones_on_write"] = c.clones_on_write;
   d["pumps"] = c.pumps;
   d["plan_hits"] = c.plan_hits;
@@ -158,9 +172,32 @@ py::dict counters_of(const Session& s) {
   d["managed_pages"] = s.managed_.size();
   d["managed_resident_bytes"] = s.managed_resident_bytes_;
   d["dropped_now_bytes"] = s.dropped_now_bytes_;
+  d["host_now_bytes"] = s.host_now_bytes_;
   d["known_pages"] = s.pages_.size();
   d["uncounted_bytes"] = s.uncounted_bytes_;
   d["tick"] = s.tick_;
+  return d;
+}
+
+py::dict lane_totals_of(const Session& s) {
+  py::dict d;
+  for (const auto& [name, lane] : {std::pair{"out", s.out_lane_.get()}, {"in", s.in_lane_.get()}}) {
+    const LaneTotals t = lane != nullptr ? lane->totals() : LaneTotals();
+    d[name] =
+        py::make_tuple(t.transfers, t.bytes, t.busy_s, lane != nullptr ? lane->queued_bytes() : 0);
+  }
+  return d;
+}
+
+py::dict host_usage_of(const Session& s) {
+  const HostUsage u = s.host_ ? s.host_->usage() : HostUsage();
+  py::dict d;
+  d["cap_bytes"] = u.cap_bytes;
+  d["used_bytes"] = u.used_bytes;
+  d["peak_used_bytes"] = u.peak_used_bytes;
+  d["slab_bytes"] = u.slab_bytes;
+  d["peak_slab_bytes"] = u.peak_slab_bytes;
+  d["refusals"] = u.refusals;
   return d;
 }
 
@@ -214,7 +251,8 @@ void bind_pool(py::module_& m) {
 void bind_session(py::module_& m) {
   py::class_<Session, c10::intrusive_ptr<Session>>(m, "Session")
       .def(py::init([](const std::string& device, int64_t budget_bytes, int64_t min_bytes,
-                       int verify, int stress, uint64_t seed, bool drop) {
+                       int verify, int stress, uint64_t seed, bool drop, bool swap,
+                       int64_t host_bytes, double link_bytes_per_s) {
              SessionOptions options;
              options.device = c10::Device(device);
              options.budget_bytes = budget_bytes;
@@ -223,11 +261,15 @@ void bind_session(py::module_& m) {
              options.stress = static_cast<Stress>(stress);
              options.seed = seed;
              options.drop = drop;
+             options.swap = swap;
+             options.host_bytes = host_bytes;
+             options.link_bytes_per_s = link_bytes_per_s;
              return c10::make_intrusive<Session>(options);
            }),
            py::kw_only(), py::arg("device") = "cpu", py::arg("budget_bytes") = 0,
            py::arg("min_bytes") = 4096, py::arg("verify") = 1, py::arg("stress") = 0,
-           py::arg("seed") = 0, py::arg("drop") = true)
+           py::arg("seed") = 0, py::arg("drop") = true, py::arg("swap") = false,
+           py::arg("host_bytes") = 0, py::arg("link_bytes_per_s") = 0.0)
       .def("pack_hook", [](c10::intrusive_ptr<Session> s) { return hook(s, &g_pack_method); })
       .def("unpack_hook", [](c10::intrusive_ptr<Session> s) { return hook(s, &g_unpack_method); })
       .def("enter", &Session::enter)
@@ -235,6 +277,22 @@ void bind_session(py::module_& m) {
       .def(
           "forget_lock", [](Session& s) { s.mutex_.unlock(); },
           "In a forked child: whoever held the lock does not exist here.")
+      .def("stop_lanes", &Session::stop_lanes, py::call_guard<py::gil_scoped_release>(),
+           "Ends the lanes' threads after what is queued; what comes later is copied at once.")
+      .def("abandon_lanes", &Session::abandon_lanes, "In a forked child: there are no threads.")
+      .def("lane_totals", &lane_totals_of)
+      .def("host_usage", &host_usage_of)
+      .def("set_tracing", [](Session& s, bool on) { s.tracing_ = on; })
+      .def("drain_transfers",
+           [](Session& s) {
+             std::vector<TransferRow> rows;
+             {
+               Session::Guard guard(s);
+               s.reap();
+               rows.swap(s.transfer_rows_);
+             }
+             return rows_of(rows);
+           })
       .def("begin_step", &Session::begin_step)
       .def("end_step", &Session::end_step)
       .def("forget_past", &Session::forget_past)
@@ -279,16 +337,19 @@ void bind_session(py::module_& m) {
              return d;
            })
       .def("publish",
-           [](Session& s, const py::buffer& pages, const py::buffer& weights, int distance) {
+           [](Session& s, const py::buffer& pages, const py::buffer& weights,
+              const py::buffer& exits, int distance) {
              auto ids = rows_from<int64_t>(pages);
              auto w = rows_from<double>(weights);
-             TORCH_CHECK(ids.size() == w.size(), "publish: ", ids.size(), " pages but ", w.size(),
-                         " weights");
+             auto e = rows_from<int8_t>(exits);
+             TORCH_CHECK(ids.size() == w.size() && ids.size() == e.size(), "publish: ", ids.size(),
+                         " pages but ", w.size(), " weights and ", e.size(), " exits");
              Session::Guard guard(s);
              for (size_t i = 0; i < ids.size(); ++i) {
                auto it = s.managed_.find(ids[i]);
                if (it != s.managed_.end()) {
                  it->second->weight = w[i];
+                 it->second->exit = static_cast<Exit>(e[i]);
                }
              }
              s.distance_ = static_cast<Distance>(distance);
@@ -304,8 +365,12 @@ void bind_session(py::module_& m) {
           table->rebuilt_weight = rows_from<double>(t[2].cast<py::buffer>());
           table->first_use = rows_from<int32_t>(t[3].cast<py::buffer>());
           table->uses = rows_from<int64_t>(t[4].cast<py::buffer>());
+          table->exit = rows_from<int8_t>(t[5].cast<py::buffer>());
+          table->prefetch_at = rows_from<int64_t>(t[6].cast<py::buffer>());
           TORCH_CHECK(table->rebuilt_weight.size() == table->fingerprint.size() &&
                           table->weight.size() == table->fingerprint.size() &&
+                          table->exit.size() == table->fingerprint.size() &&
+                          table->prefetch_at.size() == table->fingerprint.size() &&
                           table->first_use.size() == table->fingerprint.size() + 1,
                       "set_plans: columns of different lengths");
           tables.push_back(std::move(table));

@@ -329,8 +329,11 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
     open.timed = logging_ || facts.seconds < 0;
     const int64_t need = facts.watermark_bytes >= 0 ? facts.watermark_bytes : input_bytes;
     const bool tight = options_.budget_bytes > 0 && live_bytes() + need > options_.budget_bytes;
-    if (tight || options_.stress != Stress::None) {
+    if (tight || out_lane_ || options_.stress != Stress::None) {
       guard.unlock();
+      if (out_lane_) {
+        tend_lanes(need);
+      }
       if (tight) {
         look_ahead(need);
       }
@@ -382,7 +385,7 @@ LoggedOp Session::new_row(const OpInfo& info) {
   row.name_hash = info.name_hash;
   row.tick = tick_;
   row.live_bytes = live_bytes();
-  row.dropped_bytes = dropped_now_bytes_;
+  row.away_bytes = dropped_now_bytes_ + host_now_bytes_;
   row.phase = static_cast<int64_t>(phase_);
   row.first_input = static_cast<int32_t>(log_inputs_.size());
   log_names_.emplace(info.name_hash, &info);
@@ -492,7 +495,7 @@ void Session::end_op(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs) 
 
 // The largest demand that no eviction can lessen: what the op needs beside all that is not managed.
 void Session::learn_floor(const OpenOp& open, int64_t watermark_bytes, bool threw) {
-  int64_t stuck = open.live_bytes - managed_resident_bytes_ + watermark_bytes;
+  int64_t stuck = open.live_bytes - managed_resident_bytes_ - swapping_in_bytes_ + watermark_bytes;
   if (threw && options_.device.is_cpu()) {
     stuck = std::max(stuck, cpu_pool::take_refused_bytes() + uncounted_bytes_);
   }

@@ -40,6 +40,8 @@ struct Slot {
   bool ours = false;  // made by this plan
 };
 
+using PagePtrs = std::vector<c10::intrusive_ptr<Page>>;
+
 struct Plan {
   std::vector<c10::intrusive_ptr<OpRecord>> ops;
   ska::flat_hash_map<Value*, Slot> slots;
@@ -58,12 +60,16 @@ class Quiet {
   at::RecordFunctionGuard no_callbacks_{/*is_enabled=*/false};
 };
 
+}  // namespace
+
 c10::Storage fresh_storage(int64_t bytes, c10::Device device, bool zeros) {
   Quiet quiet;
   at::AutoDispatchBelowADInplaceOrView below;
   auto options = at::TensorOptions().dtype(at::kByte).device(device);
   return (zeros ? at::zeros({bytes}, options) : at::empty({bytes}, options)).storage();
 }
+
+namespace {
 
 c10::Storage clone_storage(const c10::Storage& storage) {
   Quiet quiet;
@@ -403,8 +409,10 @@ std::vector<c10::Storage> make(Session& session, OpRecord& op, Plan& plan, doubl
   return made;
 }
 
-// Under the lock. Fills the plan with what has to run so that `root` is there.
-void make_plan(Session& session, Value& root, Plan& plan) {
+// Under the lock. Fills the plan with what has to run so that `root` is there. `wanted` are pages
+// in host memory that it starts from: with any of them the plan is not whole, and has to be made
+// again when they are back.
+void make_plan(Session& session, Value& root, Plan& plan, PagePtrs& wanted) {
   std::vector<Value*> stack{&root};
   ska::flat_hash_map<OpRecord*, int8_t> ops;  // 1 open, 2 planned
   auto fetch = [&](Value& v) -> bool {        // is it there?
@@ -430,7 +438,16 @@ void make_plan(Session& session, Value& root, Plan& plan) {
       slot.storage = session.storage_there(v);
     }
     if (!slot.storage) {
-      return false;
+      Page* home = v.home;
+      if (&v == &root || home == nullptr || home->tickets == 0 ||
+          (home->residency != Residency::Host && home->residency != Residency::SwappingIn)) {
+        return false;
+      }
+      const auto known = [&](const auto& page) { return page.get() == home; };
+      if (std::none_of(wanted.begin(), wanted.end(), known)) {
+        wanted.push_back(c10::intrusive_ptr<Page>::reclaim_copy(home));
+      }
+      return true;
     }
     plan.slots.emplace(&v, std::move(slot));
     return true;
@@ -487,6 +504,26 @@ void make_plan(Session& session, Value& root, Plan& plan) {
   ++slot_of(root).uses;
 }
 
+}  // namespace
+
+// The page lives in this storage from here on.
+void Session::rehome(Page& page, const c10::Storage& storage) {
+  auto self = pages_.find(page.strong.unsafeGetStorageImpl());
+  c10::intrusive_ptr<Page> keep = self != pages_.end() ? self->second : nullptr;
+  if (self != pages_.end()) {
+    pages_.erase(self);
+  }
+  thread_trash().take(std::move(page.strong));
+  page.strong = storage;
+  page.weak = storage.getWeakStorageImpl();
+  page.last_use = tick_;
+  if (keep) {
+    pages_.emplace(storage.unsafeGetStorageImpl(), std::move(keep));
+  }
+}
+
+namespace {
+
 void install(Session& session, Page& page, const c10::Storage& storage, double seconds) {
   if (page.hashed) {
     uint64_t hash[2];
@@ -500,25 +537,13 @@ void install(Session& session, Page& page, const c10::Storage& storage, double s
     }
     page.hashed = false;
   }
-  auto old = page.strong.unsafeGetStorageImpl();
-  auto self = session.pages_.find(old);
-  c10::intrusive_ptr<Page> keep = self != session.pages_.end() ? self->second : nullptr;
-  if (self != session.pages_.end()) {
-    session.pages_.erase(self);
-  }
-  thread_trash().take(std::move(page.strong));
-  page.strong = storage;
-  page.weak = storage.getWeakStorageImpl();
+  session.rehome(page, storage);
   page.residency = Residency::Resident;
   page.rebuilt = true;
-  page.last_use = session.tick_;
   page.retry_tick = 0;
   session.dropped_now_bytes_ -= page.bytes;
   ++session.counters_.rebuilds;
   session.counters_.rebuilt_bytes += page.bytes;
-  if (keep) {
-    session.pages_.emplace(storage.unsafeGetStorageImpl(), std::move(keep));
-  }
   session.attach_plan(page);
   session.add_candidate(page);
   session.emit(EventKind::Rebuilt, &page, page.bytes, seconds, page.current->key);
@@ -600,19 +625,45 @@ void discard(Session& session, Plan& plan) {
   plan.ops.clear();
 }
 
+using Pins = std::vector<c10::Storage>;
+
+// Brings pages back, all on their way before the first is waited for, and holds them.
+void pin(Session& session, PagePtrs& pages, Pins& pins) {
+  for (auto& page : pages) {
+    session.begin_swap_in(*page, /*prefetch=*/false);
+  }
+  for (auto& page : pages) {
+    pins.push_back(session.bring_back(*page));
+  }
+  Session::Guard guard(session);
+  pages.clear();  // a page may die with this
+}
+
 }  // namespace
 
 c10::Storage Session::rebuild(Page& page) {
   Plan plan;
+  Pins pins;
   c10::intrusive_ptr<Value> root;
   try {
-    {
-      Guard guard(*this);
-      if (page.residency == Residency::Resident) {
-        return page.strong;
+    for (;;) {
+      if (c10::Storage storage = bring_back(page)) {
+        return storage;
       }
-      root = page.current;
-      make_plan(*this, *root, plan);
+      PagePtrs wanted;
+      {
+        Guard guard(*this);
+        if (page.residency != Residency::Dropped) {
+          continue;  // somebody else made it, or it was swapped out again
+        }
+        root = page.current;
+        make_plan(*this, *root, plan, wanted);
+      }
+      if (wanted.empty()) {
+        break;
+      }
+      discard(*this, plan);
+      pin(*this, wanted, pins);
     }
     execute(*this, plan, *root, /*installs=*/true);
   } catch (...) {
@@ -634,6 +685,7 @@ bool Session::audit(Page& page) {
     bool equal;
   };
   Plan plan;
+  Pins pins;
   c10::intrusive_ptr<Value> root;
   c10::Storage kept;
   bool ran = false;
@@ -660,14 +712,22 @@ bool Session::audit(Page& page) {
     }
   };
   try {
-    {
-      Guard guard(*this);
-      if (page.residency != Residency::Resident || !page.current->producer) {
-        return false;
+    for (;;) {
+      PagePtrs wanted;
+      {
+        Guard guard(*this);
+        if (page.residency != Residency::Resident || !page.current->producer) {
+          return false;
+        }
+        root = page.current;
+        kept = page.strong;
+        make_plan(*this, *root, plan, wanted);
       }
-      root = page.current;
-      kept = page.strong;
-      make_plan(*this, *root, plan);
+      if (wanted.empty()) {
+        break;
+      }
+      discard(*this, plan);
+      pin(*this, wanted, pins);
     }
     equal = same_bytes(execute(*this, plan, *root, /*installs=*/false, inspect), kept);
     ran = true;

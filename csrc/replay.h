@@ -1,6 +1,8 @@
-// Errors that replay raises; bindings.cpp turns them into the Python classes of
-// delta_runtime.core.errors.
+// What replay shares: its errors, which bindings.cpp turns into the Python classes of
+// delta_runtime.core.errors, and how storages are made.
 #pragma once
+
+#include <c10/core/Storage.h>
 
 #include <stdexcept>
 #include <string>
@@ -16,5 +18,8 @@ struct InplaceModificationError : std::runtime_error {
 struct RecomputeMismatchError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+
+// Memory of the device that nothing has written to, or zeros.
+c10::Storage fresh_storage(int64_t bytes, c10::Device device, bool zeros);
 
 }  // namespace delta

@@ -155,6 +155,13 @@ void Session::resolve(Ticket& ticket, Page* page) {
     page->packed_at = tick_;
     page->retry_tick = 0;
     page->next_use_cursor = 0;
+    page->copy_refused = false;
+    page->clean_at_once = true;
+    page->prefetched = false;
+    page->frees = 0;
+    page->exit = default_exit(*page);
+    page->planned = false;
+    page->prefetch_at = -1;
     managed_.emplace(page->id, page);
     counters_.packed_bytes += page->bytes;
     auto& producer = *page->current->producer;
@@ -167,6 +174,9 @@ void Session::resolve(Ticket& ticket, Page* page) {
       }
     }
     add_candidate(*page);
+    if (out_lane_) {
+      to_write_.push_back(page->id);
+    }
   }
   page->last_use = tick_;
   // Not under the pool's eyes: a shallow copy owns no memory, but its death may drop the last
@@ -219,15 +229,30 @@ void Session::release(Ticket& ticket) {
     --live_tickets_;
     page = std::move(ticket.page);
     if (page && --page->tickets == 0) {
-      if (page->residency == Residency::Resident) {
-        remove_candidate(*page);
-      } else {
-        dropped_now_bytes_ -= page->bytes;
+      const bool shell =
+          page->residency == Residency::Dropped || page->residency == Residency::Host;
+      switch (page->residency) {
+        case Residency::Resident:
+          remove_candidate(*page);
+          break;
+        case Residency::Dropped:
+          dropped_now_bytes_ -= page->bytes;
+          break;
+        case Residency::Host:
+          host_now_bytes_ -= page->bytes;
+          on_host_.erase({page->return_order, page->id});
+          break;
+        case Residency::SwappingIn:
+          swapping_in_bytes_ -= page->bytes;
+          page->incoming.reset();
+          page->residency = Residency::Resident;
+          break;
       }
+      forget_copy(*page);
       emit(EventKind::Released, page.get(), page->bytes, 0, page->current->key);
       managed_.erase(page->id);
       last = managed_.empty() && !entered_;
-      if (page->residency == Residency::Dropped) {
+      if (shell) {
         pages_.erase(page->strong.unsafeGetStorageImpl());
         if (page->current->home == page.get()) {
           page->current->home = nullptr;
@@ -268,7 +293,23 @@ void Session::attach_plan(Page& page) {
     return;
   }
   ++counters_.plan_hits;
-  page.weight = (page.rebuilt ? plan_->rebuilt_weight : plan_->weight)[static_cast<size_t>(key)];
+  const auto row = static_cast<size_t>(key);
+  page.weight = (page.rebuilt ? plan_->rebuilt_weight : plan_->weight)[row];
+  page.planned = plan_->exit[row] != kStays;
+  if (page.planned) {
+    page.exit = static_cast<Exit>(plan_->exit[row]);
+  }
+  const int64_t at = plan_->prefetch_at[row];
+  page.prefetch_at = at < 0 ? -1 : at + step_begin_tick_;
+}
+
+// How a page leaves while no policy has said so: the way that takes less time.
+Exit Session::default_exit(const Page& page) const {
+  if (!options_.swap || !options_.drop) {
+    return options_.swap ? Exit::Swap : Exit::Drop;
+  }
+  const double again_s = page.current->producer ? page.current->producer->seconds : 1;
+  return again_s < in_lane_->seconds_for(page.bytes) ? Exit::Drop : Exit::Swap;
 }
 
 double Session::default_weight(const Page& page) const {

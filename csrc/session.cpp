@@ -41,9 +41,16 @@ c10::intrusive_ptr<Session> entered_session() {
   return g_entered;
 }
 
-Session::Session(SessionOptions options) : options_(options), random_(options.seed) {}
+Session::Session(SessionOptions options) : options_(options), random_(options.seed) {
+  if (options_.swap) {
+    TORCH_CHECK(options_.device.is_cpu(), "swapping has lanes for the CPU device only");
+    out_lane_ = std::make_unique<Lane>(options_.link_bytes_per_s);
+    in_lane_ = std::make_unique<Lane>(options_.link_bytes_per_s);
+    host_ = std::make_shared<HostMemory>(options_.host_bytes);
+  }
+}
 
-Session::~Session() = default;
+Session::~Session() { stop_lanes(); }
 
 void Session::enter() {
   TORCH_CHECK(!entered_, "this runtime is entered already");

@@ -1,5 +1,6 @@
 // The state of one runtime: pages, values, tickets, counters, limits. Its methods live in the file
-// of their concern: session.cpp, recorder.cpp, saved_tensors.cpp, victims.cpp, replay.cpp.
+// of their concern: session.cpp, recorder.cpp, saved_tensors.cpp, victims.cpp, replay.cpp,
+// swap.cpp.
 //
 // Note: locks
 //  1. `mutex_` guards pages, values and records. It is held for microseconds; nothing that
@@ -15,9 +16,11 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -36,10 +39,12 @@ enum class EventKind : int32_t {
   Released = 4,
   Edge = 5,
   Inadmissible = 6,
-  Step = 7,
-  Rescue = 8,
-  Overshoot = 9,
-  Replayed = 10,
+  SwappedOut = 7,
+  SwappedIn = 8,
+  Step = 9,
+  Rescue = 10,
+  Overshoot = 11,
+  Replayed = 12,
 };
 
 struct Event {
@@ -68,7 +73,7 @@ enum class KeptReason : int32_t {
 enum class Distance : int32_t { None = 0, Staleness = 1, NextUse = 2 };
 // Weight of a page that no policy has seen yet.
 enum class DefaultWeight : int32_t { SecondsPerByte = 0, PerByte = 1, One = 2 };
-enum class Stress : int32_t { None = 0, DropAll = 1, Random = 2 };
+enum class Stress : int32_t { None = 0, DropAll = 1, Random = 2, SwapAll = 3, RandomMix = 4 };
 enum class Verify : int32_t { Off = 0, First = 1, Always = 2 };
 enum class Phase : int32_t { Forward = 0, Backward = 1 };
 
@@ -79,7 +84,12 @@ struct SessionOptions {
   Verify verify = Verify::First;
   Stress stress = Stress::None;
   uint64_t seed = 0;
-  bool drop = true;  // false: observe only
+  bool drop = true;             // pages may be dropped
+  bool swap = false;            // pages may be swapped
+  int64_t host_bytes = 0;       // most host memory to swap to
+  double link_bytes_per_s = 0;  // throttle of each lane; 0: none
+
+  bool evicts() const { return drop || swap; }
 };
 
 // One op of the step graph that is being logged.
@@ -87,8 +97,8 @@ struct LoggedOp {
   uint64_t fingerprint;  // of the forward up to and with this op; 0 in backward
   uint64_t name_hash;
   int64_t tick;
-  int64_t live_bytes;     // at its begin, after evictions
-  int64_t dropped_bytes;  // managed bytes that were away then
+  int64_t live_bytes;  // at its begin, after evictions
+  int64_t away_bytes;  // managed bytes that were dropped or swapped out then
   int64_t watermark_bytes;
   int64_t input_bytes;  // of its managed inputs
   double seconds;
@@ -105,11 +115,15 @@ struct LoggedValue {
   int64_t bytes;
 };
 
+constexpr int8_t kStays = -1;  // not to leave, by the plan
+
 // What a recorded graph knows of the pages of a repeated step, by key.
 struct PlanTable {
   std::vector<uint64_t> fingerprint;
   std::vector<double> weight;
   std::vector<double> rebuilt_weight;  // once it was rebuilt
+  std::vector<int8_t> exit;            // an Exit each, or kStays
+  std::vector<int64_t> prefetch_at;    // ticks since the step's begin; -1: as the lane allows
   std::vector<int32_t> first_use;      // CSR into uses; size + 1
   std::vector<int64_t> uses;           // ticks since the step's begin, increasing
 };
@@ -127,6 +141,20 @@ struct Counters {
   int64_t shortcuts = 0;          // of these: by a shortcut
   int64_t shortcut_failures = 0;  // shortcuts that made other bits when they were tried
   double rebuild_seconds = 0;
+  int64_t swap_outs = 0;  // pages whose device copy went
+  int64_t swapped_out_bytes = 0;
+  int64_t clean_evictions = 0;  // of these, at once: the copy was there already
+  int64_t swap_ins = 0;
+  int64_t swapped_in_bytes = 0;
+  int64_t written_back_bytes = 0;  // copied to the host, used or not
+  int64_t prefetches = 0;
+  int64_t prefetch_hits = 0;    // there when asked for
+  int64_t prefetch_late = 0;    // on the way when asked for
+  int64_t prefetch_misses = 0;  // not asked for yet
+  int64_t prefetch_vain = 0;    // evicted again before they were used
+  int64_t host_refusals = 0;    // pages that host memory had no room for
+  double out_stall_seconds = 0;
+  double in_stall_seconds = 0;
   int64_t boundary_evictions = 0;
   int64_t rescues = 0;
   int64_t rescued_bytes = 0;
@@ -143,6 +171,16 @@ struct Counters {
   int64_t floor_bytes = 0;    // the most that nothing could be evicted from
   const char* floor_op = "";
 };
+
+// One transfer that ended, for the trace.
+struct TransferRow {
+  int64_t key;
+  int64_t bytes;
+  int64_t direction;  // 0 out, 1 in
+  double begin_s;     // by the steady clock
+  double end_s;
+};
+static_assert(sizeof(TransferRow) == 40, "the Python side reads transfers as 40-byte rows");
 
 // What is known of the ops of one signature: an operator on arguments of one geometry.
 struct OpFacts {
@@ -258,13 +296,32 @@ struct Session : c10::intrusive_ptr_target {
 
   // --- victims.cpp
   int64_t make_room(int64_t bytes, bool inside_allocation);
+  int64_t evict(int64_t bytes, int64_t before, bool inside_allocation,
+                std::vector<TransferPtr>& coming);  // under the lock
   void look_ahead(int64_t need_bytes);
   bool drop_page(Page& page);    // under the lock
   bool anchor_recipe(Value& v);  // under the lock
   void stress_boundary();
 
+  // --- swap.cpp
+  void tend_lanes(int64_t need_bytes);  // at an op boundary
+  void reap();                          // under the lock: takes in what the lanes have finished
+  bool can_write_back(Page& page) const;
+  bool write_back(Page& page);  // under the lock; false: it cannot be
+  bool copy_is_good(const Page& page) const;
+  bool is_alone(const Page& page) const;
+  bool free_clean(Page& page);  // under the lock; true: its device copy is gone
+  void forget_copy(Page& page);
+  int64_t return_order(Page& page) const;
+  c10::Storage bring_back(Page& page);
+  bool begin_swap_in(Page& page, bool prefetch);
+  void finish_swap_in(Page& page);  // under the lock
+  void stop_lanes();
+  void abandon_lanes();
+
   // --- replay.cpp
-  c10::Storage rebuild(Page& page);  // returns the storage, which pins it
+  c10::Storage rebuild(Page& page);                      // returns the storage, which pins it
+  void rehome(Page& page, const c10::Storage& storage);  // under the lock
   bool audit(Page& page);
 
   // --- shared
@@ -304,6 +361,7 @@ struct Session : c10::intrusive_ptr_target {
   void remove_candidate(Page& page);
   void attach_plan(Page& page);
   double default_weight(const Page& page) const;
+  Exit default_exit(const Page& page) const;
   int64_t next_use_of(Page& page, int64_t now) const;  // ticks; -1: unknown
   int64_t distance_of(Page& page) const;
   void count_kept(const at::Tensor& t, Page* page, KeptReason reason);
@@ -357,6 +415,20 @@ struct Session : c10::intrusive_ptr_target {
   int64_t last_pump_tick_ = -1000000;
   int64_t pump_interval_ticks_ = 64;
   bool pumping_ = false;
+
+  // Swapping; null where the policy does not.
+  std::unique_ptr<Lane> out_lane_;
+  std::unique_ptr<Lane> in_lane_;
+  std::shared_ptr<HostMemory> host_;
+  std::deque<TransferPtr> flying_out_;  // submitted, in order; reap() takes their ends
+  std::deque<TransferPtr> flying_in_;
+  std::deque<int64_t> to_write_;                   // pages packed and not written back yet, by id
+  std::set<std::pair<int64_t, int64_t>> on_host_;  // (order of return, page id)
+  int64_t host_now_bytes_ = 0;                     // of pages without a device copy
+  int64_t swapping_in_bytes_ = 0;
+  double early_write_back_ = 0.5;  // share of the budget from which unplanned pages are written
+  bool tracing_ = false;
+  std::vector<TransferRow> transfer_rows_;
 
   Counters counters_;
   std::mt19937_64 random_;

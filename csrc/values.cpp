@@ -96,6 +96,7 @@ void Page::set_current(c10::intrusive_ptr<Value> value) {
   }
   current = std::move(value);
   current->home = this;
+  ++epoch;
 }
 
 void Page::take_version(const c10::VariableVersion& counter) {

@@ -24,6 +24,7 @@
 
 #include <vector>
 
+#include "lanes.h"
 #include "op_info.h"
 #include "pooled.h"
 
@@ -124,7 +125,18 @@ struct OpRecord : c10::intrusive_ptr_target, Pooled<OpRecord> {
   ~OpRecord() override;
 };
 
-enum class Residency : uint8_t { Resident, Dropped };
+enum class Residency : uint8_t { Resident, Dropped, Host, SwappingIn };
+
+// How a page leaves device memory.
+enum class Exit : int8_t { Drop = 0, Swap = 1 };
+
+// The bytes of a page in host memory, or on the way there.
+struct HostCopy : c10::intrusive_ptr_target {
+  std::shared_ptr<HostBlock> block;
+  TransferPtr transfer;
+  uint64_t epoch = 0;    // the page's, when the copy began
+  int64_t version = -1;  // the page's, then
+};
 
 struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   int64_t id = -1;  // of a managed page
@@ -148,8 +160,20 @@ struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   int32_t candidate = -1;  // index in the session's list of resident managed pages
   int32_t next_use_cursor = 0;
   int64_t uncounted_bytes = 0;  // see Session::uncounted_bytes_
-  int64_t reason_step = -1;     // step in which its kept bytes were counted last
-  uint64_t hash[2] = {0, 0};    // of the content, with verify="always"
+  Exit exit = Exit::Drop;       // by the policy
+  bool planned = false;         // to leave, by the plan
+  bool copy_refused = false;    // no host memory for it
+  bool fetching = false;        // somebody makes room for it to be swapped in
+  bool clean_at_once = true;    // nobody had to wait for its copy
+  bool prefetched = false;      // brought back before it was asked for, and not used since
+  uint64_t epoch = 0;           // moves on with each new content
+  int64_t prefetch_at = -1;     // tick at which it is to come back; -1: not planned
+  int64_t return_order = 0;     // its place in Session::on_host_
+  int32_t frees = 0;            // times that its device copy went to the host
+  c10::intrusive_ptr<HostCopy> copy;
+  TransferPtr incoming;       // while SwappingIn
+  int64_t reason_step = -1;   // step in which its kept bytes were counted last
+  uint64_t hash[2] = {0, 0};  // of the content, with verify="always"
   bool hashed = false;
 
   explicit Page(c10::weak_intrusive_ptr<c10::StorageImpl> w) : weak(std::move(w)) {}

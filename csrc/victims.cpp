@@ -180,6 +180,7 @@ bool Session::drop_page(Page& page) {
     hash_bytes(storage->data(), page.bytes, page.hash);
     page.hashed = true;
   }
+  forget_copy(page);
   remove_candidate(page);
   page.residency = Residency::Dropped;
   page.rebuilt = false;
@@ -213,36 +214,38 @@ int64_t Session::distance_of(Page& page) const {
 }
 
 // Frees at least `bytes` if it can. Returns what the allocator got back.
+//
+// What is clean, and what may be dropped, goes in the order of the scores. Pages that have yet to
+// be copied come last: that is a wait, and without the lock.
 int64_t Session::make_room(int64_t bytes, bool inside_allocation) {
-  struct Scored {
-    double score;
-    Page* page;
-  };
   Guard guard(*this);
   const int64_t before = live_bytes();
-  std::vector<Scored> order;
-  order.reserve(candidates_.size());
-  for (Page* page : candidates_) {
-    if (page->retry_tick > tick_ || page->strong.use_count() != 1) {
-      continue;
-    }
-    order.push_back({page->weight / static_cast<double>(distance_of(*page)), page});
-  }
-  const auto later = [](const Scored& a, const Scored& b) {
-    return a.score != b.score ? a.score > b.score : a.page->id > b.page->id;
-  };
-  std::make_heap(order.begin(), order.end(), later);
   int64_t freed = 0;
-  while (!order.empty() && freed < bytes) {
-    std::pop_heap(order.begin(), order.end(), later);
-    Page* page = order.back().page;
-    order.pop_back();
-    if (drop_page(*page)) {
-      freed = before - live_bytes();
-      if (!inside_allocation) {
-        ++counters_.boundary_evictions;
-      }
+  // A wait frees at least one page, unless somebody writes to it at that very moment.
+  for (size_t turn = 0, most = candidates_.size() + flying_in_.size() + 8; turn < most; ++turn) {
+    if (out_lane_) {
+      reap();
     }
+    std::vector<TransferPtr> coming;
+    freed = evict(bytes, before, inside_allocation, coming);
+    if (freed >= bytes) {
+      break;
+    }
+    Lane* lane = out_lane_.get();
+    if (coming.empty() && !flying_in_.empty()) {
+      coming.push_back(flying_in_.front());  // once it is there it can go again
+      lane = in_lane_.get();
+    }
+    if (coming.empty()) {
+      break;
+    }
+    guard.unlock();
+    const auto begin = std::chrono::steady_clock::now();
+    lane->wait(*coming.front());
+    const double waited_s =
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    guard.lock();
+    counters_.out_stall_seconds += waited_s;
   }
   if (inside_allocation) {
     ++counters_.rescues;
@@ -254,7 +257,7 @@ int64_t Session::make_room(int64_t bytes, bool inside_allocation) {
     counters_.overshoot_bytes = std::max(counters_.overshoot_bytes, bytes - freed);
     int64_t exposed = 0;
     for (Page* page : candidates_) {
-      exposed += page->strong.use_count() != 1 ? page->bytes : 0;
+      exposed += is_alone(*page) ? 0 : page->bytes;
     }
     counters_.exposed_bytes = std::max(counters_.exposed_bytes, exposed);
     // What could be evicted is gone: this much more budget would have been enough.
@@ -264,6 +267,72 @@ int64_t Session::make_room(int64_t bytes, bool inside_allocation) {
       counters_.floor_op = last_op_;
     }
     emit(EventKind::Overshoot, nullptr, bytes - freed, 0);
+  }
+  return freed;
+}
+
+// One walk over the candidates. Returns what the allocator has got back since it held `before`
+// bytes; `coming` are copies whose pages can go when they are done.
+int64_t Session::evict(int64_t bytes, int64_t before, bool inside_allocation,
+                       std::vector<TransferPtr>& coming) {
+  struct Scored {
+    double score;
+    Page* page;
+  };
+  std::vector<Scored> order;
+  order.reserve(candidates_.size());
+  for (Page* page : candidates_) {
+    if (page->retry_tick > tick_ || !is_alone(*page)) {
+      continue;
+    }
+    order.push_back({page->weight / static_cast<double>(distance_of(*page)), page});
+  }
+  const auto later = [](const Scored& a, const Scored& b) {
+    return a.score != b.score ? a.score > b.score : a.page->id > b.page->id;
+  };
+  std::make_heap(order.begin(), order.end(), later);
+  int64_t freed = before - live_bytes();
+  std::vector<Page*> dirty;
+  int64_t planned_bytes = 0;  // of `dirty`
+  while (!order.empty() && freed < bytes) {
+    std::pop_heap(order.begin(), order.end(), later);
+    Page* page = order.back().page;
+    order.pop_back();
+    bool gone = free_clean(*page);
+    counters_.clean_evictions += gone && page->clean_at_once ? 1 : 0;
+    if (!gone && page->exit == Exit::Swap && options_.swap && !page->copy_refused) {
+      dirty.push_back(page);
+      planned_bytes += page->planned ? page->bytes : 0;
+      continue;
+    }
+    if (!gone && !page->planned && freed + planned_bytes >= bytes) {
+      break;  // what the plan wants to go is on its way
+    }
+    if (!gone) {
+      gone = drop_page(*page);
+      if (!gone && options_.swap && page->tickets > 0) {
+        dirty.push_back(page);
+      }
+    }
+    if (gone) {
+      freed = before - live_bytes();
+      if (!inside_allocation) {
+        ++counters_.boundary_evictions;
+      }
+    }
+  }
+  int64_t coming_bytes = 0;
+  for (Page* page : dirty) {
+    if (freed + coming_bytes >= bytes) {
+      break;
+    }
+    if (write_back(*page)) {
+      page->clean_at_once = false;
+      coming_bytes += page->bytes;
+      coming.push_back(page->copy->transfer);
+    } else if (page->copy_refused && drop_page(*page)) {
+      freed = before - live_bytes();
+    }
   }
   return freed;
 }
@@ -287,16 +356,57 @@ void Session::look_ahead(int64_t need_bytes) {
 }
 
 void Session::stress_boundary() {
-  if (options_.stress == Stress::Random && random_() % 4 != 0) {
+  const bool all = options_.stress == Stress::DropAll || options_.stress == Stress::SwapAll;
+  const bool swaps = options_.stress == Stress::SwapAll || options_.stress == Stress::RandomMix;
+  if (!all && random_() % 4 != 0) {
     return;
   }
   Guard guard(*this);
+  std::vector<c10::intrusive_ptr<Page>> copied;
   auto pages = candidates_;
   for (Page* page : pages) {
-    if (options_.stress == Stress::DropAll || random_() % 3 == 0) {
+    if (!all && random_() % 3 != 0) {
+      continue;
+    }
+    if (options_.stress == Stress::SwapAll ||
+        (options_.stress == Stress::RandomMix && random_() % 2 == 0)) {
+      if (write_back(*page)) {
+        copied.push_back(c10::intrusive_ptr<Page>::reclaim_copy(page));
+      }
+    } else {
       drop_page(*page);
     }
   }
+  if (!swaps) {
+    return;
+  }
+  std::vector<c10::intrusive_ptr<Page>> back;
+  for (const auto& [order, id] : on_host_) {
+    if (options_.stress == Stress::RandomMix && random_() % 8 == 0) {
+      back.push_back(c10::intrusive_ptr<Page>::reclaim_copy(managed_.at(id)));
+    }
+  }
+  if (all || random_() % 2 == 0) {  // else they are freed at a later boundary, or never
+    for (auto& page : copied) {
+      auto transfer = page->copy ? page->copy->transfer : nullptr;
+      guard.unlock();
+      if (transfer) {
+        out_lane_->wait(*transfer);
+      }
+      guard.lock();
+    }
+  }
+  reap();
+  for (Page* page : std::vector<Page*>(candidates_)) {
+    free_clean(*page);
+  }
+  copied.clear();
+  guard.unlock();
+  for (auto& page : back) {
+    begin_swap_in(*page, /*prefetch=*/true);
+  }
+  guard.lock();
+  back.clear();
 }
 
 }  // namespace delta

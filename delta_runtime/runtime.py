@@ -34,11 +34,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from delta_runtime.act.tiers import open_host_tier
 from delta_runtime.config import Config, check_requested
 from delta_runtime.core.errors import BudgetInfeasible, DeltaError, UsageError
 from delta_runtime.core.graph import StepGraph
-from delta_runtime.core.model import Distance, PublishQueue
+from delta_runtime.core.model import Distance, PublishQueue, Residency
 from delta_runtime.core.units import BudgetSpec, BytesSpec, format_bytes
+from delta_runtime.decide.director import Links
 from delta_runtime.decide.known_steps import KnownSteps
 from delta_runtime.decide.ledger import Ledger, LedgerError
 from delta_runtime.decide.policies import Policy, Stress, get_policy
@@ -50,7 +52,7 @@ from delta_runtime.report.step_report import StepReport, StepTotals
 logger = logging.getLogger(__name__)
 
 _VERIFY = {"off": 0, "first": 1, "always": 2}
-_STRESS = {Stress.NONE: 0, Stress.DROP_ALL: 1, Stress.RANDOM: 2}
+_STRESS = {each: number for number, each in enumerate(Stress)}
 _DISTANCE = {Distance.NONE: 0, Distance.STALENESS: 1, Distance.NEXT_USE: 2}
 # Until a filter has ranked a page, C++ ranks it by the nearest local formula (DefaultWeight).
 _DEFAULT_WEIGHT = {"delta": 1, "largest": 1, "lru": 2, "next_use": 2}
@@ -74,7 +76,11 @@ class Runtime:
             construction; ``"always"`` compares a hash at every rebuild; ``"off"`` trusts all ops.
         min_bytes: smaller saved tensors are left alone.
         strict: raise BudgetInfeasible where the budget cannot be met, instead of running over it.
-        host_budget, disk_budget, spill_dir, link_bytes_per_s, trace: of the swapping tiers.
+        host_budget: most bytes of host memory to swap to. On a CPU device this, or the next, makes
+            the CPU pool stand in for an accelerator, with RAM outside of it as the host's.
+        link_bytes_per_s: throttle of the lanes between the two: bytes per second, or a card's name
+            (``"pcie3"``, ``"pcie4"``, ``"pcie5"``, ``"c2c"``; see `delta_runtime.act.links`).
+        disk_budget, spill_dir, trace: not part of this version.
 
     Raises:
         UsageError: an argument makes no sense; nothing has been changed.
@@ -139,6 +145,10 @@ class Runtime:
                 change="Take 'first' there, which compares on the device.",
             )
         self.budget_bytes = resolve_budget(config, self.device)
+        host = open_host_tier(self.device, config.host_budget_bytes, config.link_bytes_per_s)
+        tiers = {Residency.DROPPED} | ({Residency.HOST} if host else set())
+        self.policy = policy = policy.on(frozenset(tiers))
+        self._swaps = Residency.HOST in policy.evicts_to
         self._session = _C.Session(
             device=str(self.device),
             budget_bytes=self.budget_bytes if policy.evicts_to else 0,
@@ -146,7 +156,10 @@ class Runtime:
             verify=_VERIFY[config.verify],
             stress=_STRESS[policy.stress],
             seed=policy.seed,
-            drop=bool(policy.evicts_to),
+            drop=Residency.DROPPED in policy.evicts_to,
+            swap=self._swaps,
+            host_bytes=host.budget_bytes if host else 0,
+            link_bytes_per_s=host.link_bytes_per_s if host else 0.0,
         )
         self._hooks = (self._session.pack_hook(), self._session.unpack_hook())
         self._ledger = Ledger(policy, checked=config.check)
@@ -160,7 +173,10 @@ class Runtime:
             else Distance.NONE
         )
         self._session.set_distance(_DISTANCE[self._distance])
-        self._known = KnownSteps(plans=policy.plans)
+        self._known = KnownSteps(
+            plans=policy.plans, drops=Residency.DROPPED in policy.evicts_to, swaps=self._swaps
+        )
+        self._link_bytes_per_s = host.link_bytes_per_s if host else 0.0
         self._logged = False
         self._step_events: list[Any] = []
         self._last: StepTotals | None = None
@@ -317,6 +333,7 @@ class Runtime:
             self._depth = 1
             self._leave()
         self._closed = True
+        self._session.stop_lanes()
 
     # ------------------------------------------------------------------ steps
 
@@ -388,7 +405,7 @@ class Runtime:
         graph = read_step_graph(self._session, np.concatenate(self._step_events))
         if graph is None or len(graph.saved) == 0:
             return
-        self._graph = self._known.learn(graph, self.budget_bytes)
+        self._graph = self._known.learn(graph, self.budget_bytes, self._links())
         if self.policy.plans or self._distance is Distance.NEXT_USE:
             self._session.set_plans(self._known.tables())
 
@@ -427,7 +444,7 @@ class Runtime:
             return []
         self._step_events.append(events)
         try:
-            return self._ledger.handle(events, budget_bytes=self.budget_bytes)
+            return self._ledger.handle(events, budget_bytes=self.budget_bytes, links=self._links())
         except LedgerError:
             if self.config.check:
                 raise
@@ -438,12 +455,31 @@ class Runtime:
     def _pump(self, need_bytes: int) -> None:
         """Ranks what is there, when room is needed and no plan says what to drop."""
         self._drain()
-        queue: PublishQueue = self._ledger.rank(int(self._session.tick()))
+        queue: PublishQueue = self._ledger.rank(int(self._session.tick()), self._links())
         distance = queue.distance if not self.policy.plans else self._distance
         self._session.publish(
             np.ascontiguousarray(queue.pages),
             np.ascontiguousarray(queue.weights),
+            np.ascontiguousarray(queue.exits),
             _DISTANCE[distance],
+        )
+
+    def _links(self) -> Links:
+        """What is known of the lanes now: the throttle, or what they were seen to do."""
+        if not self._swaps:
+            return Links()
+        totals = self._session.lane_totals()
+        speed = {
+            name: self._link_bytes_per_s or (bytes_ / busy_s if busy_s > 0 else 0.0)
+            for name, (_, bytes_, busy_s, _) in totals.items()
+        }
+        graph = self._graph
+        return Links(
+            out_bytes_per_s=speed["out"],
+            in_bytes_per_s=speed["in"],
+            out_queued_bytes=totals["out"][3],
+            in_queued_bytes=totals["in"][3],
+            tick_s=graph.seconds / graph.n_ops if graph and graph.n_ops else 0.0,
         )
 
     # ------------------------------------------------------------------ what the user asks
@@ -560,6 +596,7 @@ def _forget_after_fork() -> None:
     if runtime is None or not runtime._depth:
         return
     runtime._session.forget_lock()
+    runtime._session.abandon_lanes()
     if threading.get_ident() == runtime._thread:
         runtime._detach()
     else:  # hooks and observer are of a thread that does not exist here
@@ -575,18 +612,16 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 def _refuse_what_is_not_there(config: Config) -> None:
     """Names settings of parts that this version does not have, rather than ignoring them."""
     absent = {
-        "host_budget": config.host_budget,
         "disk_budget": config.disk_budget,
         "spill_dir": config.spill_dir,
-        "link_bytes_per_s": config.link_bytes_per_s,
         "trace": config.trace,
     }
     for name, value in absent.items():
         if value is not None:
             raise UsageError(
-                f"{name}: swapping tiers and traces are not part of this version.",
+                f"{name}: swapping to disk and traces are not part of this version.",
                 asked=f"{name}={value!r}",
-                change="Leave it out: this version makes room by recomputation.",
+                change="Leave it out.",
             )
 
 

@@ -654,7 +654,7 @@ def test_memory_that_python_owns_is_not_freed_by_a_rescue(tmp_path):
 
         def busy():  # takes the session's lock with the GIL held, all the time
             while not stop:
-                runtime._session.publish(np.zeros(0, np.int64), np.zeros(0), 0)
+                runtime._session.publish(np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.int8), 0)
 
         threads = [threading.Thread(target=busy) for _ in range(2)]
         for thread in threads:

@@ -24,6 +24,8 @@ FloatColumn: TypeAlias = npt.NDArray[np.float64]
 BoolColumn: TypeAlias = npt.NDArray[np.bool_]
 Events: TypeAlias = npt.NDArray[Any]  # a structured array of EVENT_DTYPE
 
+ExitColumn: TypeAlias = npt.NDArray[np.int8]
+
 UNKNOWN_KEY = -1
 """The structural key of a page that has none."""
 
@@ -34,7 +36,7 @@ UNKNOWN_TICK = -1
 class EventKind(enum.IntEnum):
     """What happened; the fields that a kind does not name are zero.
 
-    The kinds up to INADMISSIBLE concern one page, the later ones concern none.
+    The kinds up to SWAPPED_IN concern one page, the later ones concern none.
     """
 
     PACKED = 0
@@ -53,13 +55,17 @@ class EventKind(enum.IntEnum):
     """`page` was made from page `key`, its nearest saved ancestor."""
     INADMISSIBLE = 6
     """The recipe broke: the page may not be dropped any more."""
-    STEP = 7
+    SWAPPED_OUT = 7
+    """The device copy was freed; a finished copy is in host memory."""
+    SWAPPED_IN = 8
+    """It is on the device again; `seconds` of the copy alone. The host copy may be kept."""
+    STEP = 9
     """A step ended."""
-    RESCUE = 8
+    RESCUE = 10
     """An allocation of `bytes` inside an op had to ask for room."""
-    OVERSHOOT = 9
+    OVERSHOOT = 11
     """A request for room could not be met; `bytes` were still missing."""
-    REPLAYED = 10
+    REPLAYED = 12
     """An op ran again for a rebuild; `key` of a value that it made, `seconds` as measured, `reason`
     the low 31 bits of the value's fingerprint: it may be of an earlier step."""
 
@@ -98,7 +104,9 @@ LEGAL_MOVES: Mapping[Residency, frozenset[Residency]] = MappingProxyType(
         Residency.SWAPPING_OUT: frozenset(
             {Residency.RESIDENT, Residency.HOST, Residency.DISK, Residency.RELEASED}
         ),
-        Residency.HOST: frozenset({Residency.SWAPPING_IN, Residency.DISK, Residency.RELEASED}),
+        Residency.HOST: frozenset(
+            {Residency.SWAPPING_IN, Residency.RESIDENT, Residency.DISK, Residency.RELEASED}
+        ),
         Residency.DISK: frozenset({Residency.SWAPPING_IN, Residency.RELEASED}),
         Residency.SWAPPING_IN: frozenset(
             {Residency.RESIDENT, Residency.HOST, Residency.DISK, Residency.RELEASED}
@@ -124,6 +132,17 @@ class Distance(enum.IntEnum):
     """next use - now, in ticks; staleness where the next use is unknown."""
 
 
+class Exit(enum.IntEnum):
+    """How a page leaves device memory."""
+
+    STAYS = -1
+    """Not at all, by the plan; the victim queue may still take it when room is short."""
+    DROP = 0
+    """Freed, and recomputed."""
+    SWAP = 1
+    """Copied to host memory, freed, and copied back."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PublishQueue:
     """Publish these pages as the victims that C++ may drop by itself, without Python.
@@ -131,11 +150,13 @@ class PublishQueue:
     Args:
         pages: Page ids, int64, contiguous; in the order of their score when the queue was made.
         weights: One float64 for each page, finite and >= 0; smallest score goes first.
+        exits: One int8 for each page, an `Exit`: how it leaves.
         distance: What a weight is divided by when room is needed.
     """
 
     pages: IntColumn
     weights: FloatColumn
+    exits: ExitColumn
     distance: Distance
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""What to drop in a step whose graph is known.
+"""What to drop and what to swap in a step whose graph is known.
 
 At each op of the recorded step, `ordinary + watermark - budget` bytes have to be away. Stages:
 
@@ -7,7 +7,9 @@ At each op of the recorded step, `ordinary + watermark - budget` bytes have to b
    out not to be needed is taken back;
 3. here: single values are ruled out, and stages 1 and 2 run again without them. The greedy choice
    likes to drop every value of a chain, because each looks cheap by itself; keeping one in the
-   middle makes all that follow it cheaper to rebuild.
+   middle makes all that follow it cheaper to rebuild;
+4. where there are lanes, `exchange`: what costs the most to rebuild is swapped instead, as long as
+   the lanes have time for it. Without drops, what was saved first is swapped first.
 
 It is a heuristic: `planners` will hold the exact ones.
 """
@@ -19,12 +21,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from delta_runtime.core.graph import Floats, StepGraph
+from delta_runtime.core.graph import Floats, Ints, StepGraph
+from delta_runtime.core.model import Exit, ExitColumn
 from delta_runtime.decide.cover import Cover, Mask, choose, recipes_of
+from delta_runtime.decide.director import Links
+from delta_runtime.decide.exchange import only_swaps, prefetch_ops, swap_instead, swap_more
+from delta_runtime.decide.lane_times import LaneTimes
 from delta_runtime.decide.rehearsal import WORK_PER_SECOND, Choice, Rehearsal, mend
 
 _PLANNED = 1e-4  # weight of a planned drop relative to an unplanned one: it goes first
 _TO_MEND = 1_000_000  # units of work, for each attempt and direction; see WORK_PER_SECOND
+_TO_EXCHANGE = 1_500_000
 _TO_FIT = 500_000  # at least, to look for a choice that fits where the first one does not
 _MOST_EFFORT = 8_000_000
 _MOST_IN_VAIN = 40  # attempts in a row that found nothing better
@@ -40,6 +47,8 @@ class Foresight:
         rebuilt_weights: the same once the value was rebuilt.
         planned: which saved values (rows of `graph.saved`) are to be dropped.
         again: which of them are to be dropped once more when they were rebuilt early.
+        exits: an `Exit` for each value.
+        prefetch_at: tick at which a swapped value is to come back; -1 for all others.
         predicted_seconds: seconds of rebuilding.
         predicted_peak_bytes: highest live bytes expected; above the budget where no cover was found.
     """
@@ -48,12 +57,21 @@ class Foresight:
     rebuilt_weights: Floats
     planned: Mask
     again: Mask
+    exits: ExitColumn
+    prefetch_at: Ints
     predicted_seconds: float
     predicted_peak_bytes: int
 
 
-def foresee(graph: StepGraph, budget_bytes: int, *, effort: float = 0.0) -> Foresight:
-    """Choose what to drop in the next step that is like `graph`.
+def foresee(
+    graph: StepGraph,
+    budget_bytes: int,
+    *,
+    effort: float = 0.0,
+    drops: bool = True,
+    links: Links | None = None,
+) -> Foresight:
+    """Choose what to drop and what to swap in the next step that is like `graph`.
 
     Args:
         graph: the recorded step; its seconds should come from more than one run of it.
@@ -61,19 +79,27 @@ def foresee(graph: StepGraph, budget_bytes: int, *, effort: float = 0.0) -> Fore
         effort: how long to look for a better choice than the first, as a multiple of the seconds
             that the first one rebuilds in a step. Counted in work, not by a clock: equal arguments
             give equal plans.
+        drops: whether anything may be dropped.
+        links: speed of the lanes, where anything may be swapped. As long as it is not known,
+            nothing is.
 
     Returns:
         Weights for every value of the step.
     """
     recipes = recipes_of(graph)
     cover = Cover(graph, budget_bytes, recipes)
-    rehearsal = Rehearsal(cover)
+    known = links is not None and links.out_bytes_per_s > 0 and links.in_bytes_per_s > 0
+    lanes = LaneTimes(cover, links) if links is not None and known else None
+    rehearsal = Rehearsal(cover, lanes)
+    if not drops:
+        return _foresee_swaps(cover, rehearsal)
+    none = np.zeros(len(graph.saved), dtype=bool)
 
     def attempt(kept: Set[int], most_seconds: float = float("inf")) -> Choice | None:
         cover = Cover(graph, budget_bytes, recipes, kept)
         choose(cover)
         rehearsal.work += cover.work
-        return mend(rehearsal, cover, most_work=_TO_MEND, most_seconds=most_seconds)
+        return mend(rehearsal, cover, none, most_work=_TO_MEND, most_seconds=most_seconds)
 
     first = attempt(frozenset())
     assert first is not None  # nothing was asked of its seconds
@@ -99,20 +125,57 @@ def foresee(graph: StepGraph, budget_bytes: int, *, effort: float = 0.0) -> Fore
             kept.add(page)
             tried = set(kept)
             in_vain = 0
-    if choice.outcome.area > 0:
+    if lanes is not None:
+        choice = swap_instead(rehearsal, choice, most_work=_TO_EXCHANGE)
+        choice = swap_more(rehearsal, choice, most_work=_TO_EXCHANGE)
+        choice = swap_instead(rehearsal, choice, most_work=_TO_EXCHANGE)
+    if choice.outcome.area > 0 and not choice.swapped.any():
         # Nothing fits, by this account. It errs towards too much (watermarks are the highest seen),
         # and what drops the most is not what leaves the victim queue the most to choose from.
         choice = first
+    return _told(cover, rehearsal, choice)
+
+
+def _foresee_swaps(cover: Cover, rehearsal: Rehearsal) -> Foresight:
+    """The plan that only swaps; nothing is planned before the lanes are known."""
+    none = np.zeros(len(cover.bytes), dtype=bool)
+    choice = Choice(none, none, none, rehearsal.play(none, none))
+    if rehearsal.lanes is not None:
+        choice = only_swaps(rehearsal, choice)
+    return _told(cover, rehearsal, choice, by_next_use=True)
+
+
+def _told(
+    cover: Cover, rehearsal: Rehearsal, choice: Choice, *, by_next_use: bool = False
+) -> Foresight:
+    """A choice in the form in which it is followed.
+
+    Args:
+        by_next_use: whether the farthest next use goes first, rather than the fewest seconds a byte.
+    """
+    graph, budget_bytes = cover.graph, cover.budget_bytes
     ratio = np.array(rehearsal.seconds) / np.maximum(graph.saved_bytes, 1)
+    if by_next_use:
+        ratio[:] = 1.0
+    exits = np.full(graph.n_values, Exit.STAYS, np.int8)
+    exits[graph.saved[choice.dropped]] = Exit.DROP
+    exits[graph.saved[choice.swapped]] = Exit.SWAP
+    prefetch_at = np.full(graph.n_values, -1, np.int64)
+    if choice.swapped.any():
+        for page, op in prefetch_ops(rehearsal, choice).items():
+            prefetch_at[graph.saved[page]] = graph.op_tick[op]
     weights = np.full(graph.n_values, np.inf)
     rebuilt = weights.copy()
-    weights[graph.saved] = np.where(choice.dropped, ratio * _PLANNED, ratio)
+    goes = choice.dropped | choice.swapped
+    weights[graph.saved] = np.where(goes, ratio * _PLANNED, ratio)
     rebuilt[graph.saved] = np.where(choice.again, ratio * _PLANNED, ratio)
     return Foresight(
         weights=weights,
         rebuilt_weights=rebuilt,
         planned=choice.dropped,
         again=choice.again,
+        exits=exits,
+        prefetch_at=prefetch_at,
         predicted_seconds=choice.outcome.seconds,
         predicted_peak_bytes=int(budget_bytes + choice.outcome.excess.max(initial=-budget_bytes)),
     )

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from delta_runtime.core.graph import Floats, Ints, StepGraph, Words
+from delta_runtime.core.model import Exit, ExitColumn
+from delta_runtime.decide.director import Links
 from delta_runtime.decide.foresight import Foresight, foresee
 
 CALIBRATION_STEPS = 3
@@ -31,6 +33,8 @@ class PlanTable(NamedTuple):
     rebuilt_weights: Floats
     use_offsets: Ints
     uses: Ints
+    exits: ExitColumn
+    prefetch_at: Ints
 
 
 @dataclass
@@ -46,10 +50,13 @@ class KnownSteps:
 
     Args:
         plans: whether plans are made; else only the order of uses is told.
+        drops, swaps: what plans may do with a value.
     """
 
-    def __init__(self, *, plans: bool) -> None:
+    def __init__(self, *, plans: bool, drops: bool = True, swaps: bool = False) -> None:
         self._plans = plans
+        self._drops = drops
+        self._swaps = swaps
         self._known: OrderedDict[int, _Known] = OrderedDict()
 
     @property
@@ -67,8 +74,13 @@ class KnownSteps:
             return True
         return missed or next(reversed(self._known.values())).runs < CALIBRATION_STEPS
 
-    def learn(self, graph: StepGraph, budget_bytes: int) -> StepGraph:
+    def learn(self, graph: StepGraph, budget_bytes: int, links: Links | None = None) -> StepGraph:
         """Take the record of a step in and make, or improve, its plan.
+
+        Args:
+            graph: the record.
+            budget_bytes: what may be live at any moment.
+            links: what is known of the lanes now.
 
         Returns:
             The record with the least seconds and the highest watermarks of all runs of this graph.
@@ -92,7 +104,13 @@ class KnownSteps:
         has_final_plan = known.runs > CALIBRATION_STEPS and known.budget_bytes == budget_bytes
         if self._plans and not has_final_plan:
             effort = SEARCH_EFFORT if known.runs >= CALIBRATION_STEPS else 0.0
-            known.foresight = foresee(graph, budget_bytes, effort=effort)
+            known.foresight = foresee(
+                graph,
+                budget_bytes,
+                effort=effort,
+                drops=self._drops,
+                links=links if self._swaps else None,
+            )
             known.budget_bytes = budget_bytes
         return graph
 
@@ -120,4 +138,6 @@ def _table(graph: StepGraph, foresight: Foresight | None) -> PlanTable:
         rebuilt_weights=np.ascontiguousarray(rebuilt_weights),
         use_offsets=np.cumsum(counts).astype(np.int32),
         uses=np.concatenate([np.empty(0, np.int64), *uses]).astype(np.int64),
+        exits=foresight.exits if foresight else np.full(graph.n_values, Exit.STAYS, np.int8),
+        prefetch_at=foresight.prefetch_at if foresight else np.full(graph.n_values, -1, np.int64),
     )

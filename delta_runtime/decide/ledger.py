@@ -35,19 +35,21 @@ from delta_runtime.core.model import (
     Distance,
     EventKind,
     Events,
+    Exit,
     FloatColumn,
     IntColumn,
     PublishQueue,
     Refusal,
     Residency,
 )
+from delta_runtime.decide.director import Links
 from delta_runtime.decide.filters import Column, Columns, distances
 from delta_runtime.decide.neighbourhood import Neighbourhood
 from delta_runtime.decide.policies import Policy
 
 _ABSENT = len(Residency)  # the residency of a page that has a row but no PACKED event yet
 _STAYS = -1
-_PAGE_KINDS = EventKind.INADMISSIBLE + 1  # the kinds below concern one page
+_PAGE_KINDS = EventKind.SWAPPED_IN + 1  # the kinds below concern one page
 
 _FIRST_CAPACITY = 1024
 _STORY_EVENTS = 1_000_000
@@ -64,6 +66,8 @@ def _targets() -> IntColumn:
     target[EventKind.PACKED] = target[EventKind.REBUILT] = Residency.RESIDENT
     target[EventKind.DROPPED] = Residency.DROPPED
     target[EventKind.RELEASED] = Residency.RELEASED
+    target[EventKind.SWAPPED_OUT] = Residency.HOST
+    target[EventKind.SWAPPED_IN] = Residency.RESIDENT
     return target
 
 
@@ -76,7 +80,9 @@ def _allowed() -> BoolColumn:
         allowed[EventKind.RELEASED, state] = Residency.RELEASED in following
         allowed[EventKind.USED, state] = state is not Residency.RELEASED
         allowed[EventKind.INADMISSIBLE, state] = state is not Residency.RELEASED
+        allowed[EventKind.SWAPPED_OUT, state] = Residency.HOST in following
     allowed[EventKind.REBUILT, Residency.DROPPED] = True  # a swapped page is never rebuilt
+    allowed[EventKind.SWAPPED_IN, Residency.HOST] = True  # and a dropped one never swapped in
     return allowed
 
 
@@ -86,13 +92,15 @@ _ORDERED = np.array([each < _PAGE_KINDS and each is not EventKind.EDGE for each 
 _TOUCHES = np.array([each in (EventKind.USED, EventKind.REBUILT) for each in EventKind])
 _NEARS = np.array(
     [
-        each < _PAGE_KINDS and each not in (EventKind.USED, EventKind.INADMISSIBLE)
+        each < EventKind.SWAPPED_OUT and each not in (EventKind.USED, EventKind.INADMISSIBLE)
         for each in EventKind
     ]
 )
 _PACKED, _EDGE = int(EventKind.PACKED), int(EventKind.EDGE)  # plain ints for the inner loop
 _DROPPED, _REBUILT = int(EventKind.DROPPED), int(EventKind.REBUILT)
+_RELEASED = int(EventKind.RELEASED)
 _NO_EVENTS = np.empty(0, EVENT_DTYPE)
+_NO_LINKS = Links()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +117,10 @@ class Statistics:
     rebuilt_pages: int = 0
     rebuilt_bytes: int = 0
     rebuilt_seconds: float = 0.0
+    swapped_out_pages: int = 0
+    swapped_out_bytes: int = 0
+    swapped_in_pages: int = 0
+    swapped_in_bytes: int = 0
     released_pages: int = 0
     broken_recipes: int = 0
     rescues: int = 0
@@ -295,6 +307,7 @@ class Ledger:
         self._counts = np.zeros(len(EventKind), np.int64)
         self._packed_bytes = self._dropped_bytes = self._rebuilt_bytes = 0
         self._rebuilt_seconds = 0.0
+        self._swapped_out_bytes = self._swapped_in_bytes = 0
         self._rescue_bytes = self._overshoot_bytes = 0
         self._unforeseen_uses = 0
         self._released_rows = 0
@@ -317,6 +330,11 @@ class Ledger:
     def dropped_bytes(self) -> int:
         """Bytes of all pages that are dropped now."""
         return int(self._bytes_in[Residency.DROPPED])
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all pages that are in host memory and not on the device."""
+        return int(self._bytes_in[Residency.HOST])
 
     @property
     def peak_resident_bytes(self) -> int:
@@ -342,6 +360,10 @@ class Ledger:
             rebuilt_pages=count[EventKind.REBUILT],
             rebuilt_bytes=self._rebuilt_bytes,
             rebuilt_seconds=self._rebuilt_seconds,
+            swapped_out_pages=count[EventKind.SWAPPED_OUT],
+            swapped_out_bytes=self._swapped_out_bytes,
+            swapped_in_pages=count[EventKind.SWAPPED_IN],
+            swapped_in_bytes=self._swapped_in_bytes,
             released_pages=count[EventKind.RELEASED],
             broken_recipes=count[EventKind.INADMISSIBLE],
             rescues=count[EventKind.RESCUE],
@@ -351,12 +373,15 @@ class Ledger:
             unforeseen_uses=self._unforeseen_uses,
         )
 
-    def handle(self, events: Events, *, budget_bytes: int = 0) -> list[Action]:
+    def handle(
+        self, events: Events, *, budget_bytes: int = 0, links: Links = _NO_LINKS
+    ) -> list[Action]:
         """Enter a batch of events into the account.
 
         Args:
             events: Events in the order they happened, dtype EVENT_DTYPE; not kept.
             budget_bytes: The budget while they happened, for the numbers of a refusal.
+            links: What is known of the lanes now, for the director.
 
         Returns:
             A `Refusal` when requests could not be met, and a `PublishQueue` when there was pressure
@@ -385,34 +410,44 @@ class Ledger:
             self._table.forget(Residency.RELEASED)
             self._released_rows = 0
         if pressure:
-            actions.append(self.rank(int(events["tick"][-1])))
+            actions.append(self.rank(int(events["tick"][-1]), links))
         if self._checked:
             self.check()
         return actions
 
-    def rank(self, now_tick: int) -> PublishQueue:
-        """Return all pages that may be dropped, with the weights of the policy's filter.
+    def rank(self, now_tick: int, links: Links = _NO_LINKS) -> PublishQueue:
+        """Return all pages that may leave, with the filter's weights and the director's choices.
 
-        Candidates are resident and have an admissible recipe. Whether one is pinned or exposed is
-        tested by C++ when it needs room.
+        Candidates are resident; without a recipe they can only be swapped. Whether one is pinned or
+        exposed is tested by C++ when it needs room.
 
         Args:
             now_tick: The present tick: uses foreseen before it are past, and the queue is ordered
                 by the scores of this moment.
+            links: What is known of the lanes now, for the director.
 
         Returns:
-            The queue, smallest score first; empty when the policy drops nothing.
+            The queue, smallest score first; empty when the policy evicts nothing.
         """
         table, chosen = self._table, self._policy.filter
-        if chosen is None or Residency.DROPPED not in self._policy.evicts_to:
-            return PublishQueue(np.empty(0, np.int64), np.empty(0), Distance.NONE)
-        resident = table.residency[: table.rows] == Residency.RESIDENT
-        rows = np.flatnonzero(resident & table.admissible[: table.rows])
+        swaps = Residency.HOST in self._policy.evicts_to
+        drops = Residency.DROPPED in self._policy.evicts_to
+        if chosen is None or not (swaps or drops):
+            none = np.empty(0, np.int64)
+            return PublishQueue(none, np.empty(0), np.empty(0, np.int8), Distance.NONE)
+        may_go = table.residency[: table.rows] == Residency.RESIDENT
+        admissible = table.admissible[: table.rows]
+        rows = np.flatnonzero(may_go if swaps else may_go & admissible)
         columns = self._columns(rows, now_tick)
         weights = chosen.weights(columns)
         scores = weights / np.maximum(distances(chosen.distance, columns), 1)
         order = np.argsort(scores, kind="stable")
-        return PublishQueue(table.page[rows[order]], weights[order], chosen.distance)
+        if swaps and drops and self._policy.director is not None:
+            exits = self._policy.director(columns, links)
+            exits[~admissible[rows]] = Exit.SWAP
+        else:
+            exits = np.full(len(rows), Exit.SWAP if swaps else Exit.DROP, np.int8)
+        return PublishQueue(table.page[rows[order]], weights[order], exits[order], chosen.distance)
 
     def story(self, page: int) -> Events:
         """Return the events that name a page, its edges to later pages included, oldest first.
@@ -541,6 +576,9 @@ class Ledger:
         dropped, rebuilt = kind == EventKind.DROPPED, kind == EventKind.REBUILT
         self._dropped_bytes += int(table.bytes[rows[dropped]].sum())
         self._rebuilt_bytes += int(table.bytes[rows[rebuilt]].sum())
+        went, came = kind == EventKind.SWAPPED_OUT, kind == EventKind.SWAPPED_IN
+        self._swapped_out_bytes += int(table.bytes[rows[went]].sum())
+        self._swapped_in_bytes += int(table.bytes[rows[came]].sum())
         self._rebuilt_seconds += float(events["seconds"][rebuilt].sum())
         self._released_rows += int(np.count_nonzero(kind == EventKind.RELEASED))
 
@@ -560,7 +598,7 @@ class Ledger:
                 near.drop(each, cost)
             elif kind == _REBUILT:
                 near.rebuild(each)
-            else:
+            elif kind == _RELEASED:
                 near.release(each)
 
     def _columns(self, rows: IntColumn, now_tick: int) -> Columns:

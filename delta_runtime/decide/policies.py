@@ -1,7 +1,7 @@
 """Policies: a named choice of a filter, of where pages may go, and of whether a plan is followed.
 
-A policy only suggests; the ledger alone refuses. Users choose `auto`, `recompute`, `delta` or
-`off`; the others are there to be compared, and the two `stress_*` ones to break things in tests. A
+A policy only suggests; the ledger alone refuses. Users choose `auto`, `recompute`, `swap`,
+`delta` or `off`; the others are there to be compared, and the `stress_*` ones to break things in tests. A
 new policy is one line in `POLICIES`.
 
 Not covered: what a filter computes (filters.py), and how a plan is made or followed.
@@ -12,11 +12,12 @@ from __future__ import annotations
 import difflib
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from delta_runtime.core.errors import UsageError
 from delta_runtime.core.model import Residency
+from delta_runtime.decide.director import DIRECTORS, Director
 from delta_runtime.decide.filters import FILTERS, Filter
 
 
@@ -29,6 +30,10 @@ class Stress(enum.Enum):
     """Drop every page that may be dropped, at every op boundary."""
     RANDOM = "random"
     """Drop a seeded random choice of pages, at random op boundaries."""
+    SWAP_ALL = "swap_all"
+    """Swap out every page, at every op boundary."""
+    RANDOM_MIX = "random_mix"
+    """Swap out, drop and bring back seeded random choices of pages, at random op boundaries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,9 @@ class Policy:
         description: One line for users.
         filter: What ranks the victims; None when nothing is ever evicted.
         plans: Whether a plan made from the recorded graph is followed once the graph repeats.
-        evicts_to: The residencies that a victim may go to; empty when nothing is ever evicted.
+        evicts_to: The residencies that a victim may go to, where the device has such a tier; empty
+            when nothing is ever evicted.
+        director: Chooses between them while no plan is followed; None where there is one only.
         stress: Whether pages are evicted without need.
         seed: Of the random choice of `Stress.RANDOM`.
 
@@ -53,6 +60,7 @@ class Policy:
     filter: Filter | None
     plans: bool = False
     evicts_to: tuple[Residency, ...] = (Residency.DROPPED,)
+    director: Director | None = None
     stress: Stress = Stress.NONE
     seed: int = 0
 
@@ -62,6 +70,26 @@ class Policy:
             raise ValueError(
                 f"policy {self.name!r} needs both a filter and a residency, or neither"
             )
+
+    def on(self, tiers: frozenset[Residency]) -> Policy:
+        """Return this policy for a device with these tiers below it.
+
+        Args:
+            tiers: Residencies that pages may have beside RESIDENT.
+
+        Raises:
+            UsageError: The policy only goes where this device has nothing.
+        """
+        evicts_to = tuple(each for each in self.evicts_to if each in tiers)
+        if self.evicts_to and not evicts_to:
+            raise UsageError(
+                f"policy {self.name!r} swaps, and this device has no tier below it.",
+                change="Give host_budget or link_bytes_per_s, or take policy='recompute'.",
+            )
+        return replace(self, evicts_to=evicts_to)
+
+
+_BOTH = (Residency.HOST, Residency.DROPPED)
 
 
 def _online(name: str, description: str) -> Policy:
@@ -73,7 +101,14 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         each.name: each
         for each in (
-            Policy("auto", "the best policy by measurement", FILTERS["msps"], plans=True),
+            Policy(
+                "auto",
+                "swap and recompute, whatever costs less; follow a plan once the step repeats",
+                FILTERS["msps"],
+                plans=True,
+                evicts_to=_BOTH,
+                director=DIRECTORS["stall"],
+            ),
             Policy(
                 "recompute",
                 "drop the fewest seconds per byte; follow a plan once the step repeats",
@@ -81,7 +116,27 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
                 plans=True,
             ),
             Policy("off", "observe only, evict nothing", None, evicts_to=()),
-            _online("delta", "drop large stale pages first (DELTA)"),
+            Policy(
+                "swap",
+                "swap only; follow a plan once the step repeats",
+                FILTERS["next_use"],
+                plans=True,
+                evicts_to=(Residency.HOST,),
+            ),
+            Policy(
+                "delta",
+                "large stale pages first, swapped where both copies take less than the op (DELTA)",
+                FILTERS["delta"],
+                evicts_to=_BOTH,
+                director=DIRECTORS["delta_rule"],
+            ),
+            Policy(
+                "capuchin",
+                "swap what compute hides, else fewest seconds per byte first (Capuchin)",
+                FILTERS["msps"],
+                evicts_to=_BOTH,
+                director=DIRECTORS["free_time"],
+            ),
             _online(
                 "dtr", "drop cheap, large, stale pages first, dropped neighbours counted (DTR)"
             ),
@@ -101,6 +156,21 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
                 "tests only: drop a seeded random choice at random moments",
                 FILTERS["lru"],
                 stress=Stress.RANDOM,
+            ),
+            Policy(
+                "stress_swap_all",
+                "tests only: swap out everything, all the time",
+                FILTERS["lru"],
+                evicts_to=(Residency.HOST,),
+                stress=Stress.SWAP_ALL,
+            ),
+            Policy(
+                "stress_mix",
+                "tests only: swap, drop and bring back random choices at random moments",
+                FILTERS["lru"],
+                evicts_to=_BOTH,
+                director=DIRECTORS["stall"],
+                stress=Stress.RANDOM_MIX,
             ),
         )
     }

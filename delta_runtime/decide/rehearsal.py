@@ -1,4 +1,4 @@
-"""Plays a backward pass with a choice of drops, and mends the choice where that does not fit.
+"""Plays a backward pass with a choice of drops and swaps, and mends the choice where it does not fit.
 
 A value that was rebuilt early may be dropped once more until its own use (`again`), at the cost of a
 second rebuild.
@@ -11,8 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from delta_runtime.core.graph import Floats, StepGraph
-from delta_runtime.decide.cover import EPSILON_S, Cover, Mask, Recipes
+from delta_runtime.decide.cover import EPSILON_S, Cover, Mask, Recipes, Span
+from delta_runtime.decide.lane_times import LaneTimes
 
+_PRICE_OF_LANES = 0.01
+"""Seconds counted for each second of a lane that nobody waits for: no copy is quite free."""
 WORK_PER_SECOND = 1_500_000
 """Units of work that a slow core does in a second: a use that is played, or a value looked at."""
 
@@ -41,9 +44,14 @@ def _work_bytes(graph: StepGraph, recipes: Recipes) -> list[float]:
 
 
 class Rehearsal:
-    """Plays backward with a choice of drops, as the runtime would without any further pressure."""
+    """Plays backward with a choice, as the runtime would without any further pressure.
 
-    def __init__(self, cover: Cover) -> None:
+    Args:
+        cover: of the graph and the budget, with nothing chosen.
+        lanes: of the same graph; None where nothing can be swapped.
+    """
+
+    def __init__(self, cover: Cover, lanes: LaneTimes | None = None) -> None:
         graph = cover.graph
         self.graph = graph
         self.work = 0  # done in all calls of `play`
@@ -67,9 +75,31 @@ class Rehearsal:
             - 1
         ]
         self.uses = sorted(uses)
+        self.lanes = lanes
 
-    def play(self, dropped: Mask, again: Mask) -> Outcome:
-        """What happens when `dropped` are dropped, and `again` of them once more when rebuilt early."""
+    def needs(self, dropped: Mask) -> list[int]:
+        """The op behind which each saved value is asked for: by itself, or by what is rebuilt from it."""
+        need: list[int] = list(self.own_need)
+        for child in sorted(
+            np.flatnonzero(dropped).tolist(), key=self.made_at.__getitem__, reverse=True
+        ):
+            for parent in self.parents[child]:
+                need[parent] = min(need[parent], need[child])
+        return need
+
+    def spans(self, dropped: Mask, swapped: Mask) -> dict[int, Span]:
+        """When each of the swapped values is away."""
+        assert self.lanes is not None
+        return self.lanes.spans(np.flatnonzero(swapped).tolist(), self.needs(dropped))
+
+    def play(self, dropped: Mask, again: Mask, swapped: Mask | None = None) -> Outcome:
+        """What happens with a choice.
+
+        Args:
+            dropped: what is dropped.
+            again: which of them once more when rebuilt early.
+            swapped: what is swapped; none of it is dropped.
+        """
         self.work += len(self.uses) + len(self.made_at) + len(self.base) // 8 + 20
         n_ops = len(self.base)
         away = np.zeros(n_ops + 1)
@@ -80,6 +110,14 @@ class Rehearsal:
             away[self.begin[page]] += self.bytes[page]
             # What is never asked for stays away.
         seconds = 0.0
+        if swapped is not None and self.lanes is not None and swapped.any():
+            spans = self.spans(dropped, swapped)
+            self.work += 2 * len(spans) + int(dropped.sum())
+            for page, span in spans.items():
+                seconds += _PRICE_OF_LANES * (self.lanes.out_s[page] + self.lanes.in_s[page])
+                if span.begin < span.end:
+                    away[span.begin] += self.bytes[page]
+                    away[span.end] -= self.bytes[page]
         for at, page in self.uses:
             if resident[page] and self.gone[page] >= at:
                 continue
@@ -127,11 +165,13 @@ class Choice:
     Args:
         dropped: rows of `graph.saved` that are to be dropped.
         again: which of them are to be dropped once more when they were rebuilt early.
+        swapped: rows that are to be swapped.
         outcome: of `Rehearsal.play`.
     """
 
     dropped: Mask
     again: Mask
+    swapped: Mask
     outcome: Outcome
 
     def better_than(self, other: Choice) -> bool:
@@ -141,13 +181,19 @@ class Choice:
 
 
 def mend(
-    rehearsal: Rehearsal, cover: Cover, *, most_work: int, most_seconds: float = float("inf")
+    rehearsal: Rehearsal,
+    cover: Cover,
+    swapped: Mask,
+    *,
+    most_work: int,
+    most_seconds: float = float("inf"),
 ) -> Choice | None:
     """Turn the cover's choice into one that fits, as far as one is found.
 
     Args:
         rehearsal: of the cover's graph and budget.
         cover: what is chosen so far, and what may be dropped.
+        swapped: what is swapped, and stays so.
         most_work: after so much of it in either direction, the choice is taken as it is.
         most_seconds: of rebuilding; a choice that takes longer is not looked for.
 
@@ -156,11 +202,11 @@ def mend(
     """
     dropped = cover.planned.copy()
     again = np.zeros(len(dropped), dtype=bool)
-    choice = Choice(dropped, again, rehearsal.play(dropped, again))
+    choice = Choice(dropped, again, swapped, rehearsal.play(dropped, again, swapped))
     _add_until_it_fits(rehearsal, cover, choice, rehearsal.work + most_work, most_seconds)
     if choice.outcome.seconds > most_seconds:
         return None
-    _take_back(rehearsal, choice, rehearsal.work + most_work)
+    take_back(rehearsal, choice, rehearsal.work + most_work)
     return choice
 
 
@@ -185,7 +231,7 @@ def _add_until_it_fits(
                 break
             mask = again if second else dropped
             mask[page] = True
-            outcome = rehearsal.play(dropped, again)
+            outcome = rehearsal.play(dropped, again, choice.swapped)
             mask[page] = False
             gained = best.area - outcome.area
             if gained > 0:
@@ -200,7 +246,7 @@ def _add_until_it_fits(
         tried_in_vain[:] = False
 
 
-def _take_back(rehearsal: Rehearsal, choice: Choice, most_work: int) -> None:
+def take_back(rehearsal: Rehearsal, choice: Choice, most_work: int) -> None:
     """Takes back, dearest first, what is not needed for the excess to be as small as it is."""
     dropped, again = choice.dropped, choice.again
     order = np.argsort([-seconds for seconds in rehearsal.seconds])
@@ -211,7 +257,7 @@ def _take_back(rehearsal: Rehearsal, choice: Choice, most_work: int) -> None:
             if not mask[page] or (mask is dropped and again[page]):
                 continue
             mask[page] = False
-            outcome = rehearsal.play(dropped, again)
+            outcome = rehearsal.play(dropped, again, choice.swapped)
             best = choice.outcome
             if outcome.area <= best.area and outcome.seconds <= best.seconds:
                 choice.outcome = outcome

@@ -6,9 +6,12 @@ Counts come from the extension; peaks are the allocator's own. Rendering is rich
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from delta_runtime.core.units import format_bytes, format_seconds
 
@@ -35,6 +38,16 @@ class StepTotals:
         rebuilds, rebuilt_bytes, rebuild_s: storages recomputed, with the seconds of it.
         replayed_ops: ops run again.
         shortcuts, shortcut_failures: of these, made by a cheaper way; ways that were tried and failed.
+        swap_outs, swapped_out_bytes: storages whose device copy went to host memory; `clean_evictions`
+            of them at once, because the copy was there already.
+        written_back_bytes: bytes copied to host memory, whether their device copy went or not.
+        swap_ins, swapped_in_bytes: storages copied back.
+        prefetches: copies back that began before they were asked for.
+        prefetch_hits, prefetch_late, prefetch_misses: what was asked for was there, was on its way,
+            or was not.
+        prefetch_vain: brought back and evicted again before it was used.
+        host_refusals: storages that host memory had no room for.
+        out_stall_s, in_stall_s: seconds that the step waited for a lane.
         rescues, rescued_bytes: times that an allocation itself had to ask for room.
         shortfalls, shortfall_bytes: requests that could not be met, and the worst of them.
         kept_bytes: bytes saved but not managed, by reason.
@@ -58,6 +71,20 @@ class StepTotals:
     replayed_ops: int = 0
     shortcuts: int = 0
     shortcut_failures: int = 0
+    swap_outs: int = 0
+    swapped_out_bytes: int = 0
+    clean_evictions: int = 0
+    written_back_bytes: int = 0
+    swap_ins: int = 0
+    swapped_in_bytes: int = 0
+    prefetches: int = 0
+    prefetch_hits: int = 0
+    prefetch_late: int = 0
+    prefetch_misses: int = 0
+    prefetch_vain: int = 0
+    host_refusals: int = 0
+    out_stall_s: float = 0.0
+    in_stall_s: float = 0.0
     boundary_evictions: int = 0
     rescues: int = 0
     rescued_bytes: int = 0
@@ -152,12 +179,20 @@ class StepReport:
                 f"The budget was passed by {format_bytes(self.overshoot_bytes)}: beside what cannot be evicted, "
                 f"{last.floor_op or 'one op'} needs {format_bytes(last.floor_bytes)}{held}."
             )
+        done = []
         if last.drops:
-            share = last.rebuild_s
-            return (
+            done.append(
                 f"Freed {format_bytes(last.dropped_bytes)} in {last.drops} storages and recomputed "
-                f"{format_bytes(last.rebuilt_bytes)} of it in {format_seconds(share)}."
+                f"{format_bytes(last.rebuilt_bytes)} of it in {format_seconds(last.rebuild_s)}."
             )
+        if last.swap_outs:
+            done.append(
+                f"Swapped {format_bytes(last.swapped_out_bytes)} in {last.swap_outs} storages out and "
+                f"{format_bytes(last.swapped_in_bytes)} in, waiting "
+                f"{format_seconds(last.out_stall_s + last.in_stall_s)} for the lanes."
+            )
+        if done:
+            return " ".join(done)
         if last.shortfalls:
             return (
                 f"Nothing could be evicted when room was needed: {last.floor_op or 'one op'} needs "
@@ -185,10 +220,30 @@ class StepReport:
             f"recompute {format_seconds(self.last.rebuild_s)}, rescues {self.last.rescues}"
         )
 
-    def __str__(self) -> str:
-        from rich.console import Console
-        from rich.table import Table
+    def _add_lanes(self, table: Table) -> None:
+        """Adds what went over the lanes, and how long the step waited for them."""
+        pairs = (self.last, self.totals)
 
+        def row(name: str, text: Callable[[StepTotals], str]) -> None:
+            table.add_row(name, *(text(each) for each in pairs))
+
+        row("swapped out", lambda t: format_bytes(t.swapped_out_bytes))
+        row("swapped in", lambda t: format_bytes(t.swapped_in_bytes))
+        row("copied to the host", lambda t: format_bytes(t.written_back_bytes))
+        row("waited for the lane out", lambda t: format_seconds(t.out_stall_s))
+        row("waited for the lane in", lambda t: format_seconds(t.in_stall_s))
+        row(
+            "evictions, clean / waited",
+            lambda t: f"{t.clean_evictions} / {t.swap_outs - t.clean_evictions}",
+        )
+        row(
+            "prefetch: there / late / missed",
+            lambda t: f"{t.prefetch_hits} / {t.prefetch_late} / {t.prefetch_misses}",
+        )
+        if self.totals.host_refusals:
+            row("refused by host memory", lambda t: f"{t.host_refusals:,}")
+
+    def __str__(self) -> str:
         table = Table(title=f"delta_runtime: policy {self.policy} on {self.device}")
         table.add_column("")
         table.add_column("last step", justify="right")
@@ -223,6 +278,8 @@ class StepReport:
             "recompute time", format_seconds(last.rebuild_s), format_seconds(totals.rebuild_s)
         )
         count("ops run again", "replayed_ops")
+        if totals.written_back_bytes:
+            self._add_lanes(table)
         count("rescues inside an allocation", "rescues")
         for reason, words in _REASONS.items():
             if totals.kept_bytes.get(reason):

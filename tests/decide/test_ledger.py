@@ -26,6 +26,7 @@ from delta_runtime.core.model import (
     LEGAL_MOVES,
     Distance,
     EventKind,
+    Exit,
     PublishQueue,
     Refusal,
     Residency,
@@ -410,6 +411,7 @@ class NaivePage:
     packed_at: int
     last_use: int
     dropped: bool = False
+    on_host: bool = False
     neighbours: set[int] = field(default_factory=set)
     dropped_set: list[dict[int, float]] | None = None  # shared box of the set, while dropped
 
@@ -425,7 +427,10 @@ class NaiveLedger:
         self.peak_bytes = 0
 
     def resident_bytes(self):
-        return sum(each.bytes for each in self.pages.values() if not each.dropped)
+        return sum(row.bytes for row in self.pages.values() if not (row.dropped or row.on_host))
+
+    def host_bytes(self):
+        return sum(each.bytes for each in self.pages.values() if each.on_host)
 
     def dropped_bytes(self):
         return sum(each.bytes for each in self.pages.values() if each.dropped)
@@ -468,6 +473,10 @@ class NaiveLedger:
     def rebuild(self, page, tick):
         self.undrop(page)
         self.pages[page].last_use = tick
+        self.peak_bytes = max(self.peak_bytes, self.resident_bytes())
+
+    def swap_in(self, page):
+        self.pages[page].on_host = False
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes())
 
     def release(self, page):
@@ -564,10 +573,24 @@ class AgainstNaive(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def drop(self, data):
-        page = self.pick(data, lambda row: row.admissible and not row.dropped)
+        page = self.pick(data, lambda row: row.admissible and not row.dropped and not row.on_host)
         if page is not None:
             self.tell(K.DROPPED, page)
             self.naive.drop(page)
+
+    @rule(data=st.data())
+    def swap_out(self, data):
+        page = self.pick(data, lambda row: not row.dropped and not row.on_host)
+        if page is not None:
+            self.tell(K.SWAPPED_OUT, page)
+            self.naive.pages[page].on_host = True
+
+    @rule(data=st.data())
+    def swap_in(self, data):
+        page = self.pick(data, lambda row: row.on_host)
+        if page is not None:
+            self.tell(K.SWAPPED_IN, page, seconds=0.25)
+            self.naive.swap_in(page)
 
     @rule(data=st.data())
     def rebuild(self, data):
@@ -606,6 +629,9 @@ class AgainstNaive(RuleBasedStateMachine):
             if self.naive.pages[page].dropped:
                 self.tell(K.REBUILT, page, seconds=0.5)
                 self.naive.rebuild(page, self.now)
+            if self.naive.pages[page].on_host:
+                self.tell(K.SWAPPED_IN, page, seconds=0.25)
+                self.naive.swap_in(page)
             self.tell(K.USED, page)
             self.naive.use(page, self.now)
         if to_the_end:
@@ -639,7 +665,19 @@ class AgainstNaive(RuleBasedStateMachine):
         assert ledger.dropped_bytes == naive.dropped_bytes()
         assert ledger.peak_resident_bytes == naive.peak_bytes
         queue = ledger.rank(self.now)
-        candidates = {p for p, row in naive.pages.items() if row.admissible and not row.dropped}
+        assert ledger.host_bytes == naive.host_bytes()
+        swaps = Residency.HOST in ledger.policy.evicts_to
+        candidates = {
+            page
+            for page, row in naive.pages.items()
+            if (row.admissible or swaps) and not row.dropped and not row.on_host
+        }
+        exits = dict(zip(queue.pages.tolist(), queue.exits.tolist(), strict=True))
+        for page in candidates:
+            if not swaps:
+                assert exits[page] == Exit.DROP
+            elif not naive.pages[page].admissible:
+                assert exits[page] == Exit.SWAP
         assert set(queue.pages.tolist()) == candidates
         assert len(queue) == len(candidates)
         judged = [naive.judge(page, self.now) for page in queue.pages.tolist()]

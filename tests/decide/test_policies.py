@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 
@@ -13,12 +12,14 @@ from delta_runtime.core.model import Residency
 from delta_runtime.decide.filters import FILTERS
 from delta_runtime.decide.policies import POLICIES, Policy, Stress, get_policy
 
+NO_TIER = frozenset({Residency.DROPPED})
+HOST_TIER = frozenset({Residency.DROPPED, Residency.HOST})
+
 
 def test_what_users_choose():
     assert get_policy("recompute").filter is FILTERS["msps"]
     assert get_policy("recompute").plans
-    auto = dataclasses.replace(get_policy("auto"), name="recompute", description="")
-    assert auto == dataclasses.replace(get_policy("recompute"), description="")
+    assert get_policy("auto").plans and get_policy("swap").plans
     assert get_policy(" Delta ") is POLICIES["delta"]
 
 
@@ -32,13 +33,29 @@ def test_each_filter_can_be_compared(name):
     policy = get_policy(name)
     assert policy.filter is FILTERS[name]
     assert not policy.plans
-    assert policy.evicts_to == (Residency.DROPPED,)
+    assert policy.on(NO_TIER).evicts_to == (Residency.DROPPED,)
     assert policy.stress is Stress.NONE
 
 
 def test_stress_is_for_the_stress_policies_only():
     stressed = {name: each.stress for name, each in POLICIES.items() if each.stress.value != "none"}
-    assert stressed == {"stress_drop_all": Stress.DROP_ALL, "stress_random": Stress.RANDOM}
+    assert stressed == {
+        "stress_drop_all": Stress.DROP_ALL,
+        "stress_random": Stress.RANDOM,
+        "stress_swap_all": Stress.SWAP_ALL,
+        "stress_mix": Stress.RANDOM_MIX,
+    }
+
+
+def test_a_policy_goes_where_the_device_has_a_tier():
+    for name, each in POLICIES.items():
+        if each.evicts_to == (Residency.HOST,):
+            with pytest.raises(UsageError, match="no tier below"):
+                each.on(NO_TIER)
+        else:
+            assert Residency.HOST not in each.on(NO_TIER).evicts_to
+        assert each.on(HOST_TIER).evicts_to == each.evicts_to, name
+    assert get_policy("recompute").on(HOST_TIER).evicts_to == (Residency.DROPPED,)
 
 
 def test_names_and_descriptions():

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-MODES = ("ordinary", "drop_all", "random", "budget")
+MODES = ("ordinary", "drop_all", "random", "swap_all", "mix", "budget")
 
 SABOTAGES = (
     "NO_RNG_RESTORE",
@@ -29,8 +29,8 @@ class Probe:
     """What the runtime did in a block; filled when the block ends.
 
     Args:
-        rebuilt: values that were made again.
-        dropped_bytes: bytes freed by dropping.
+        rebuilt: values that were made again or copied back.
+        dropped_bytes: bytes freed by dropping or swapping.
         packed: saved tensors seen.
         reasons: bytes not managed, by reason.
     """
@@ -54,9 +54,10 @@ def managed(mode: str, *, seed: int = 0, budget_bytes: int | None = None) -> Ite
 
     Args:
         mode: "ordinary": no runtime at all. "drop_all": everything that can be dropped is dropped at once.
-            "random": a seeded random choice is dropped at random op boundaries. "budget": policy "recompute" under
-            `budget_bytes`.
-        seed: of mode "random".
+            "random": a seeded random choice is dropped at random op boundaries. "swap_all": everything is swapped
+            out at once. "mix": random choices are swapped out, dropped and brought back. "budget": policy
+            "recompute" under `budget_bytes`.
+        seed: of modes "random" and "mix".
         budget_bytes: of mode "budget".
     """
     if mode not in MODES:
@@ -73,19 +74,20 @@ def managed(mode: str, *, seed: int = 0, budget_bytes: int | None = None) -> Ite
 
     if mode == "budget":
         runtime = delta.Runtime(budget_bytes, policy="recompute", min_bytes=0)
-    elif mode == "drop_all":
-        runtime = delta.Runtime(policy="stress_drop_all", min_bytes=0)
-    else:
-        policy = dataclasses.replace(get_policy("stress_random"), seed=seed)
+    elif mode in ("drop_all", "random"):
+        policy = dataclasses.replace(get_policy(f"stress_{mode}"), seed=seed)
         runtime = delta.Runtime(policy=policy, min_bytes=0)
+    else:
+        policy = dataclasses.replace(get_policy(f"stress_{mode}"), seed=seed)
+        runtime = delta.Runtime(policy=policy, min_bytes=0, host_budget="2GiB")
     try:
         with runtime:
             yield probe
     finally:
         totals = runtime.report().totals
         runtime.close()
-        probe.rebuilt = totals.rebuilds
-        probe.dropped_bytes = totals.dropped_bytes
+        probe.rebuilt = totals.rebuilds + totals.swap_ins
+        probe.dropped_bytes = totals.dropped_bytes + totals.swapped_out_bytes
         probe.packed = totals.packs
         probe.reasons = dict(totals.kept_bytes)
 

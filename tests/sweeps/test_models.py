@@ -37,19 +37,21 @@ def test_same_bits_inside_a_budget(name: str, share: float, recipe: Recipe) -> N
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_same_bits_when_everything_is_dropped(name: str) -> None:
+@pytest.mark.parametrize("mode", ["drop_all", "swap_all"])
+def test_same_bits_when_everything_leaves(name: str, mode: str) -> None:
     recipe = Recipe(steps=2)
     ordinary = train(ZOO[name], recipe)
-    inside = train(ZOO[name], recipe, "drop_all")
+    inside = train(ZOO[name], recipe, mode)
     assert_same_bits(inside.snapshot, ordinary.snapshot, name)
     assert inside.probe.rebuilt > 0, f"nothing was rebuilt, so nothing was tested: {inside.probe}"
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_same_bits_when_a_random_part_is_dropped(name: str) -> None:
+@pytest.mark.parametrize("mode", ["random", "mix"])
+def test_same_bits_when_a_random_part_leaves(name: str, mode: str) -> None:
     recipe = Recipe(steps=2, autocast=True)
     ordinary = train(ZOO[name], recipe)
     seed = sum(map(ord, name))
-    inside = train(ZOO[name], recipe, "random", managed_seed=seed)
+    inside = train(ZOO[name], recipe, mode, managed_seed=seed)
     assert_same_bits(inside.snapshot, ordinary.snapshot, f"{name}, seed {seed}")
     assert inside.probe.rebuilt > 0, f"nothing was rebuilt, so nothing was tested: {inside.probe}"

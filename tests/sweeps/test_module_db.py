@@ -1,6 +1,7 @@
-"""Gradients and buffers of PyTorch's modules have the same bits when what autograd saved is dropped and rebuilt.
+"""Gradients and buffers of PyTorch's modules have the same bits when what autograd saved is dropped or swapped.
 
-Each module of module_db in training and in evaluation mode; everything dropped, and a seeded random choice.
+Each module of module_db in training and in evaluation mode; everything dropped, everything swapped out, and seeded
+random choices of either.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def rows() -> list:
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-@pytest.mark.parametrize("mode", ["drop_all", "random"])
+@pytest.mark.parametrize("mode", ["drop_all", "random", "swap_all", "mix"])
 def test_same_bits(rows: list, mode: str, chunk: int) -> None:
     results = {row.name: run_row(row, mode, SAMPLES) for row in rows[chunk::CHUNKS]}
     _results.setdefault(mode, {}).update(results)
@@ -34,8 +35,9 @@ def test_same_bits(rows: list, mode: str, chunk: int) -> None:
     assert not message, f"{mode}: {message}"
 
 
-def test_enough_rows_really_rebuilt_something(rows: list) -> None:
-    results = _results.get("drop_all", {})
+@pytest.mark.parametrize("mode", ["drop_all", "swap_all"])
+def test_enough_rows_really_rebuilt_something(rows: list, mode: str) -> None:
+    results = _results.get(mode, {})
     if len(results) < len(rows):
         pytest.skip("only after all chunks, in one process")
     outcomes = Counter(result.outcome for result in results.values())

@@ -1,7 +1,8 @@
-"""Gradients of PyTorch's op database have the same bits when what autograd saved is dropped and rebuilt.
+"""Gradients of PyTorch's op database have the same bits when what autograd saved is dropped or swapped.
 
-Each op and its in-place variant, float32 and float64, a few samples: everything dropped, and a seeded random choice
-dropped at random op boundaries. scripts/sweep_op_db.py runs more dtypes and all samples.
+Each op and its in-place variant, float32 and float64, a few samples: everything dropped, everything swapped out, and
+seeded random choices dropped, swapped out or brought back at random op boundaries. scripts/sweep_op_db.py runs more
+dtypes and all samples.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def rows() -> dict:
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-@pytest.mark.parametrize("mode", ["drop_all", "random"])
+@pytest.mark.parametrize("mode", ["drop_all", "random", "swap_all", "mix"])
 @pytest.mark.parametrize("dtype", LEAST_REBUILT, ids=str)
 def test_same_bits(rows: dict, dtype: torch.dtype, mode: str, chunk: int) -> None:
     results = {row.name: run_row(row, mode, SAMPLES) for row in rows[dtype][chunk::CHUNKS]}
@@ -38,18 +39,20 @@ def test_same_bits(rows: dict, dtype: torch.dtype, mode: str, chunk: int) -> Non
     assert not message, f"{dtype}, {mode}: {message}"
 
 
+@pytest.mark.parametrize("mode", ["drop_all", "swap_all"])
 @pytest.mark.parametrize("dtype", LEAST_REBUILT, ids=str)
-def test_enough_rows_really_rebuilt_something(rows: dict, dtype: torch.dtype) -> None:
-    results = _results.get((dtype, "drop_all"), {})
+def test_enough_rows_really_rebuilt_something(rows: dict, dtype: torch.dtype, mode: str) -> None:
+    results = _results.get((dtype, mode), {})
     if len(results) < len(rows[dtype]):
         pytest.skip("only after all chunks, in one process")
     outcomes = Counter(result.outcome for result in results.values())
     assert outcomes[Outcome.REBUILT] >= LEAST_REBUILT[dtype], outcomes
 
 
+@pytest.mark.parametrize("mode", ["random", "mix"])
 @pytest.mark.parametrize("dtype", LEAST_REBUILT, ids=str)
-def test_random_choices_rebuilt_something_too(rows: dict, dtype: torch.dtype) -> None:
-    results = _results.get((dtype, "random"), {})
+def test_random_choices_rebuilt_something_too(rows: dict, dtype: torch.dtype, mode: str) -> None:
+    results = _results.get((dtype, mode), {})
     if len(results) < len(rows[dtype]):
         pytest.skip("only after all chunks, in one process")
     outcomes = Counter(result.outcome for result in results.values())

@@ -1,0 +1,98 @@
+// Copy lanes of the CPU device: one worker thread for each direction, in order, throttled on
+// request. With a throttle they stand in for the copy engines of an accelerator.
+//
+// Note: a transfer's life
+//  1. Whoever submits it keeps both ends of it alive until it has ended: `device` holds the storage
+//     and `host` the block. The worker never lets go of either: a storage may have a Python side,
+//     and whoever waits for the worker may hold the GIL.
+//  2. The worker takes no lock but the lane's own, and never the GIL. Waiting for it is safe inside
+//     an allocation, with the GIL held, and under no lock of the session.
+//  3. A transfer that has not begun can be cancelled; one that runs is waited for.
+//  4. A forked child has no workers: there, waiting does the copy itself.
+#pragma once
+
+#include <c10/core/Storage.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "host_memory.h"
+
+namespace delta {
+
+struct Transfer : c10::intrusive_ptr_target {
+  enum class State : uint8_t { Queued, Running, Done, Cancelled };
+
+  void* to = nullptr;
+  const void* from = nullptr;
+  int64_t bytes = 0;
+  int64_t key = -1;   // of the value, for the trace
+  int64_t page = -1;  // id
+  c10::Storage device;
+  std::shared_ptr<HostBlock> host;
+  std::atomic<State> state{State::Queued};
+  double begin_s = 0;  // of its run, by the steady clock
+  double end_s = 0;
+
+  bool ended() const {
+    const State now = state.load(std::memory_order_acquire);
+    return now == State::Done || now == State::Cancelled;
+  }
+  bool done() const { return state.load(std::memory_order_acquire) == State::Done; }
+};
+using TransferPtr = c10::intrusive_ptr<Transfer>;
+
+struct LaneTotals {
+  int64_t transfers = 0;
+  int64_t bytes = 0;
+  double busy_s = 0;
+};
+
+class Lane {
+ public:
+  explicit Lane(double bytes_per_s) : bytes_per_s_(bytes_per_s) {}
+  ~Lane() { stop(); }
+  Lane(const Lane&) = delete;
+  Lane& operator=(const Lane&) = delete;
+
+  void submit(const TransferPtr& transfer);  // starts the worker with the first one
+  void wait(Transfer& transfer);
+  bool cancel(Transfer& transfer);  // false: it has begun
+  void stop();                      // after what is queued; submitting later copies at once
+  void abandon();                   // in a forked child, where there is no worker
+
+  int64_t queued_bytes() const { return queued_bytes_.load(std::memory_order_relaxed); }
+  bool idle() const { return queued_bytes() == 0; }
+  double seconds_for(int64_t bytes) const;  // by the throttle, or as measured; 0: not known yet
+  LaneTotals totals() const;
+
+ private:
+  void work();
+  void run(Transfer& transfer);
+
+  const double bytes_per_s_;  // 0: no throttle
+  mutable std::mutex mutex_;
+  std::condition_variable submitted_;
+  std::condition_variable ended_;
+  std::deque<TransferPtr> queue_;
+  std::thread worker_;
+  bool stopping_ = false;
+  bool stopped_ = false;
+  bool abandoned_ = false;
+  std::atomic<int64_t> queued_bytes_{0};
+  LaneTotals totals_;
+  std::chrono::steady_clock::time_point free_at_{};
+};
+
+inline double seconds_of(std::chrono::steady_clock::time_point t) {
+  return std::chrono::duration<double>(t.time_since_epoch()).count();
+}
+
+}  // namespace delta

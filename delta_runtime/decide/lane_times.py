@@ -1,0 +1,69 @@
+"""When swapped pages leave and come back: both lanes, in order, laid over the recorded step.
+
+Copies out are queued as pages are saved; a page is away from when its copy is done and forward has
+read it last. Copies in are laid backwards from when each page is needed, so that every one begins as
+late as the lane allows and none is late. No page makes the step wait here: where a lane is too slow
+the page is away for a shorter time, or not at all.
+
+The clock is that of the recorded ops alone: what rebuilding adds gives the lanes more time than is
+counted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from delta_runtime.decide.cover import Cover, Span
+from delta_runtime.decide.director import Links
+
+_SPEED_COUNTED_ON = 0.9  # of what the lanes were seen to do
+
+
+class LaneTimes:
+    """The two lanes over one recorded step.
+
+    Args:
+        cover: of the graph; its `begin` and `own_need` say when a page is read last and asked for.
+        links: speed of the lanes; both must be known.
+    """
+
+    def __init__(self, cover: Cover, links: Links) -> None:
+        graph = cover.graph
+        seconds = np.nan_to_num(np.maximum(graph.op_seconds, 0))
+        self._clock = np.concatenate([[0.0], np.cumsum(seconds)])
+        bytes_ = cover.bytes / _SPEED_COUNTED_ON
+        self.out_s = links.out_s(bytes_).tolist()
+        self.in_s = links.in_s(bytes_).tolist()
+        saved_at = np.searchsorted(graph.op_tick, graph.saved_at, side="left") + 1
+        self._ready = self._clock[np.minimum(saved_at, graph.n_ops)].tolist()
+        self._begin = cover.begin.tolist()
+        self._clock_s = self._clock.tolist()
+
+    def spans(self, pages: Sequence[int], need: Sequence[int]) -> dict[int, Span]:
+        """Return when each of some swapped pages is away.
+
+        Args:
+            pages: rows of `graph.saved`, in the order in which they are saved.
+            need: for every saved value the op behind which it is asked for.
+        """
+        gone_s: dict[int, float] = {}
+        free_s = 0.0
+        for page in pages:
+            free_s = max(free_s, self._ready[page]) + self.out_s[page]
+            gone_s[page] = free_s
+        starts: dict[int, float] = {}
+        latest_s = float("inf")
+        for page in sorted(pages, key=lambda each: need[each], reverse=True):
+            latest_s = min(latest_s, self._clock_s[need[page] + 1]) - self.in_s[page]
+            starts[page] = latest_s
+        at = np.array([*gone_s.values()])
+        away = np.searchsorted(self._clock, at, side="left").tolist()
+        back = np.searchsorted(
+            self._clock, np.array([starts[page] for page in gone_s]), side="right"
+        )
+        return {
+            page: Span(max(begin, self._begin[page]), end)
+            for page, begin, end in zip(gone_s, away, (back - 1).tolist(), strict=True)
+        }
