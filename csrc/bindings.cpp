@@ -278,7 +278,7 @@ void bind_session(py::module_& m) {
           "forget_lock", [](Session& s) { s.mutex_.unlock(); },
           "In a forked child: whoever held the lock does not exist here.")
       .def("stop_lanes", &Session::stop_lanes, py::call_guard<py::gil_scoped_release>(),
-           "Ends the lanes' threads after what is queued; what comes later is copied at once.")
+           "Ends the lanes' threads; what comes later is copied at once.")
       .def("abandon_lanes", &Session::abandon_lanes, "In a forked child: there are no threads.")
       .def("lane_totals", &lane_totals_of)
       .def("host_usage", &host_usage_of)

@@ -116,7 +116,8 @@ void Lane::run(Transfer& transfer) {
   if (bytes_per_s_ > 0) {
     const std::chrono::duration<double> takes(static_cast<double>(transfer.bytes) / bytes_per_s_);
     free_at_ = began + std::chrono::duration_cast<Clock::duration>(takes);
-    std::this_thread::sleep_until(free_at_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    submitted_.wait_until(lock, free_at_, [&] { return stopping_; });
   } else {
     free_at_ = Clock::now();
   }

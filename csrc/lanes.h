@@ -65,8 +65,8 @@ class Lane {
   void submit(const TransferPtr& transfer);  // starts the worker with the first one
   void wait(Transfer& transfer);
   bool cancel(Transfer& transfer);  // false: it has begun
-  void stop();                      // after what is queued; submitting later copies at once
-  void abandon();                   // in a forked child, where there is no worker
+  void stop();     // after what is queued, unthrottled; submitting later copies at once
+  void abandon();  // in a forked child, where there is no worker
 
   int64_t queued_bytes() const { return queued_bytes_.load(std::memory_order_relaxed); }
   bool idle() const { return queued_bytes() == 0; }

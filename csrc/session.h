@@ -305,7 +305,7 @@ struct Session : c10::intrusive_ptr_target {
 
   // --- swap.cpp
   void tend_lanes(int64_t need_bytes);  // at an op boundary
-  void reap();                          // under the lock: takes in what the lanes have finished
+  bool reap();                          // under the lock: takes in what the lanes have finished
   bool can_write_back(Page& page) const;
   bool write_back(Page& page);  // under the lock; false: it cannot be
   bool copy_is_good(const Page& page) const;

@@ -124,7 +124,8 @@ bool Session::free_clean(Page& page) {
 
 // Takes the ends of finished transfers from them, so that no worker is ever the last owner of a
 // storage, and makes pages that have come back resident.
-void Session::reap() {
+bool Session::reap() {
+  const size_t before = flying_out_.size() + flying_in_.size();
   const auto row = [&](const Transfer& t, int64_t direction) {
     if (tracing_ && t.done()) {
       transfer_rows_.push_back({t.key, t.bytes, direction, t.begin_s, t.end_s});
@@ -150,6 +151,7 @@ void Session::reap() {
     t.host.reset();
     flying_in_.pop_front();
   }
+  return flying_out_.size() + flying_in_.size() < before;
 }
 
 // ---------------------------------------------------------------- in
@@ -335,6 +337,16 @@ void Session::tend_lanes(int64_t need_bytes) {
 void Session::stop_lanes() {
   if (!out_lane_) {
     return;
+  }
+  {
+    Guard guard(*this);
+    for (const auto& transfer : flying_out_) {
+      if (out_lane_->cancel(*transfer)) {  // nothing will be evicted any more
+        thread_trash().take(std::move(transfer->device));
+        transfer->device = c10::Storage();
+        transfer->host.reset();
+      }
+    }
   }
   out_lane_->stop();
   in_lane_->stop();

@@ -223,8 +223,10 @@ int64_t Session::make_room(int64_t bytes, bool inside_allocation) {
   int64_t freed = 0;
   // A wait frees at least one page, unless somebody writes to it at that very moment.
   for (size_t turn = 0, most = candidates_.size() + flying_in_.size() + 8; turn < most; ++turn) {
-    if (out_lane_) {
-      reap();
+    if (out_lane_ && reap()) {
+      guard
+          .unlock();  // what the transfers held is let go there: until then their pages are exposed
+      guard.lock();
     }
     std::vector<TransferPtr> coming;
     freed = evict(bytes, before, inside_allocation, coming);
@@ -397,6 +399,8 @@ void Session::stress_boundary() {
     }
   }
   reap();
+  guard.unlock();  // what the transfers held is let go there
+  guard.lock();
   for (Page* page : std::vector<Page*>(candidates_)) {
     free_clean(*page);
   }

@@ -176,6 +176,7 @@ class Runtime:
         self._known = KnownSteps(
             plans=policy.plans, drops=Residency.DROPPED in policy.evicts_to, swaps=self._swaps
         )
+        self._host_bytes = host.budget_bytes if host else 0
         self._link_bytes_per_s = host.link_bytes_per_s if host else 0.0
         self._logged = False
         self._step_events: list[Any] = []
@@ -479,6 +480,7 @@ class Runtime:
             in_bytes_per_s=speed["in"],
             out_queued_bytes=totals["out"][3],
             in_queued_bytes=totals["in"][3],
+            host_bytes=self._host_bytes,
             tick_s=graph.seconds / graph.n_ops if graph and graph.n_ops else 0.0,
         )
 

@@ -39,6 +39,7 @@ from torch import nn
 
 import delta_runtime as delta
 from delta_runtime import _C, cpu_pool
+from delta_runtime.core.model import Residency
 from delta_runtime.decide.policies import get_policy
 
 LAYERS = 4
@@ -47,7 +48,8 @@ ROWS = 256
 MOST_KNOWN_PAGES = 600
 """Pages that a session may know of while no graph lives: weights, buffers, and what it has not swept yet."""
 POLICIES = ("recompute", "auto", "delta", "dtr", "lru", "next_use", "stress_drop_all")
-POLICIES += ("stress_random", "off")
+POLICIES += ("stress_random", "off", "swap", "capuchin", "stress_swap_all", "stress_mix")
+HOST_BUDGETS = ("64KiB", "4MiB", "1GiB")
 
 
 class Planned(Exception):
@@ -139,7 +141,7 @@ class World:
         self.index = 0
         self.batch_bytes = 4 * ROWS * WIDTH
         self.runtime: delta.Runtime | None = None
-        self.drops = self.rebuilds = 0
+        self.drops = self.rebuilds = self.swaps = 0
         gc.collect()
         self.base_bytes = cpu_pool.allocated_bytes()
         cpu_pool.reset_peak()
@@ -183,6 +185,10 @@ class World:
             self.budget_bytes(),
             device="cpu",
             policy=dataclasses.replace(policy, seed=self.index),
+            host_budget=self.random.choice(HOST_BUDGETS)
+            if Residency.HOST in policy.evicts_to
+            else None,
+            link_bytes_per_s=self.random.choice((None, 2e8, 5e9)) if policy.director else None,
             verify=self.random.choice(("first", "first", "always", "off")),
             min_bytes=self.random.choice((0, 4096)),
             strict=self.random.random() < 0.15,
@@ -192,8 +198,9 @@ class World:
         if self.runtime is None:
             return
         totals = self.runtime.report().totals
-        self.drops += totals.drops
-        self.rebuilds += totals.rebuilds
+        self.drops += totals.drops + totals.swap_outs
+        self.rebuilds += totals.rebuilds + totals.swap_ins
+        self.swaps += totals.swap_ins
         if close:
             self.runtime.close()
         self.runtime = None
@@ -209,9 +216,12 @@ class World:
         found = [
             f"{name}: {counters[name]}"
             for name in ("live_tickets", "managed_pages", "managed_resident_bytes")
-            + ("dropped_now_bytes",)
+            + ("dropped_now_bytes", "host_now_bytes")
             if counters[name]
         ]
+        self.entered._session.drain_transfers()  # takes in what the lanes have finished
+        if held := self.entered._session.host_usage()["used_bytes"]:
+            found.append(f"{held:,} bytes of host memory")
         if counters["known_pages"] > MOST_KNOWN_PAGES:
             found.append(f"known_pages: {counters['known_pages']}")
         over = cpu_pool.allocated_bytes() - self.base_bytes
@@ -526,6 +536,7 @@ class Outcome:
         ran: how often each scenario ran.
         raised: how many steps ended in an exception.
         drops, rebuilds: storages evicted and brought back: a run that evicts nothing proves nothing.
+        swaps: how many of these came back from host memory.
         resident_growth_bytes: of the process, for information: the C library keeps what is freed.
     """
 
@@ -534,6 +545,7 @@ class Outcome:
     raised: int
     drops: int
     rebuilds: int
+    swaps: int
     resident_growth_bytes: int
 
 
@@ -596,7 +608,7 @@ def churn(
         finally:
             world.end()
             torch.set_num_threads(threads)
-    return Outcome(faults, ran, raised, world.drops, world.rebuilds, growth_bytes)
+    return Outcome(faults, ran, raised, world.drops, world.rebuilds, world.swaps, growth_bytes)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -619,7 +631,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"  {name:24}{count:6}")
     print(
         f"{arguments.steps} steps in {time.perf_counter() - begin:.0f} s, {outcome.raised} ended in an exception; "
-        f"{outcome.drops:,} storages dropped, {outcome.rebuilds:,} brought back; "
+        f"{outcome.drops:,} storages evicted, {outcome.rebuilds:,} brought back, "
+        f"{outcome.swaps:,} of these swapped in; "
         f"resident memory {outcome.resident_growth_bytes / 1e6:+.1f} MB"
     )
     for fault in outcome.faults:

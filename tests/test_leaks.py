@@ -42,6 +42,7 @@ def test_many_steps_end_where_they_began():
     assert outcome.raised > 20
     assert outcome.drops > 1000
     assert outcome.rebuilds > 1000
+    assert outcome.swaps > 300
     assert len(outcome.ran) == len(SCENARIOS)
 
 

@@ -29,6 +29,7 @@ class Links:
         out_bytes_per_s, in_bytes_per_s: speed from the device and to it; 0 where nothing is known.
         out_queued_bytes, in_queued_bytes: bytes that wait in each lane.
         tick_s: mean seconds of an op; 0 where nothing is known.
+        host_bytes: most bytes that host memory takes.
     """
 
     out_bytes_per_s: float = 0.0
@@ -36,6 +37,7 @@ class Links:
     out_queued_bytes: int = 0
     in_queued_bytes: int = 0
     tick_s: float = 0.0
+    host_bytes: int = 1 << 62
 
     def out_s(self, bytes_: FloatColumn | IntColumn) -> FloatColumn:
         """Seconds in the lane from the device, for each size in bytes."""

@@ -11,10 +11,17 @@ import heapq
 
 import numpy as np
 
+from delta_runtime.decide.cover import Mask
 from delta_runtime.decide.rehearsal import Choice, Rehearsal, take_back
 
 _LEAST_S = 1e-9
 _SMALL = 100  # a value so many times smaller than the largest is swapped only if it must be
+
+
+def _has_room(rehearsal: Rehearsal, swapped: Mask) -> bool:
+    """Whether host memory takes all of that at once."""
+    assert rehearsal.lanes is not None
+    return float(rehearsal.bytes[swapped].sum()) <= rehearsal.lanes.host_bytes
 
 
 def swap_instead(rehearsal: Rehearsal, choice: Choice, *, most_work: int) -> Choice:
@@ -38,6 +45,8 @@ def swap_instead(rehearsal: Rehearsal, choice: Choice, *, most_work: int) -> Cho
 
     def score(other: Choice, page: int) -> float:
         saved_s = best.outcome.seconds - other.outcome.seconds
+        if not _has_room(rehearsal, other.swapped):
+            return 0.0
         if other.outcome.area > best.outcome.area or saved_s <= _LEAST_S:
             return 0.0
         return saved_s / max(float(lane_s[page]), _LEAST_S)
@@ -83,6 +92,8 @@ def swap_more(rehearsal: Rehearsal, choice: Choice, *, most_work: int) -> Choice
             break
         swapped = best.swapped.copy()
         swapped[page] = True
+        if not _has_room(rehearsal, swapped):
+            continue
         other = Choice(
             best.dropped.copy(),
             best.again.copy(),
@@ -118,6 +129,8 @@ def only_swaps(rehearsal: Rehearsal, nothing: Choice) -> Choice:
             return best
         swapped = best.swapped.copy()
         swapped[page] = True
+        if not _has_room(rehearsal, swapped):
+            continue
         outcome = rehearsal.play(dropped, again, swapped)
         if outcome.area < best.outcome.area:
             best = Choice(dropped, again, swapped, outcome)
@@ -130,7 +143,7 @@ def only_swaps(rehearsal: Rehearsal, nothing: Choice) -> Choice:
         span = slice(rehearsal.begin[page], rehearsal.own_need[page])
         if (excess[span] > 0).any():
             excess[span] -= rehearsal.bytes[page]
-            swapped[page] = True
+            swapped[page] = _has_room(rehearsal, swapped | (np.arange(len(swapped)) == page))
     return Choice(dropped, again, swapped, rehearsal.play(dropped, again, swapped))
 
 

@@ -278,7 +278,7 @@ class StepReport:
             "recompute time", format_seconds(last.rebuild_s), format_seconds(totals.rebuild_s)
         )
         count("ops run again", "replayed_ops")
-        if totals.written_back_bytes:
+        if totals.written_back_bytes or totals.host_refusals:
             self._add_lanes(table)
         count("rescues inside an allocation", "rescues")
         for reason, words in _REASONS.items():

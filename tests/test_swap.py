@@ -1,0 +1,512 @@
+"""Swapping on the virtual accelerator, as users meet it: same bits, the budget held, lanes that overlap, and what
+happens when host memory is full, when a runtime closes, forks, or is written to in between.
+
+Covers small networks on the CPU pool. Does not cover: plans (decide/test_swap_plans.py), directors
+(contracts/test_directors_contract.py), all ops and real models (tests/sweeps), leaks (test_leaks.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import delta_runtime as delta
+from delta_runtime import cpu_pool
+from delta_runtime.act.links import PROFILES, flops_per_s, link_bytes_per_s
+from tests.support.bitwise import Snapshot, assert_same_bits, freeze, gradients, prefixed
+from tests.support.fixtures import one_thread  # noqa: F401
+
+pytestmark = pytest.mark.timeout(120)
+
+WIDTH, ROWS, LAYERS = 256, 1024, 10
+LAYER_BYTES = 4 * WIDTH * ROWS  # 1 MiB
+
+
+class Net(nn.Module):
+    """Matrix products that are dear to run again, between functions that are cheap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.dropout(layer(x).tanh(), 0.1)
+        return x.square().mean()
+
+
+def batch(index: int) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+def train(runtime: delta.Runtime | None = None, steps: int = 4) -> Snapshot:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    snapshot: Snapshot = {}
+    for index in range(steps):
+        x = batch(index)
+        optimizer.zero_grad(set_to_none=True)
+        with runtime.step() if runtime else contextlib.nullcontext():
+            loss = model(x)
+            loss.backward()
+        optimizer.step()
+        snapshot |= prefixed(f"step {index}", {"loss": freeze(loss)} | gradients(model))
+        del loss
+    return snapshot
+
+
+@pytest.fixture(scope="module")
+def ordinary() -> tuple[Snapshot, int]:
+    """An ordinary run's bits, and what it needs above what lived before."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    cpu_pool.install()
+    train(steps=1)
+    gc.collect()
+    base_bytes = cpu_pool.allocated_bytes()
+    cpu_pool.reset_peak()
+    snapshot = train()
+    torch.set_num_threads(threads)
+    return snapshot, cpu_pool.peak_bytes() - base_bytes
+
+
+def budget(ordinary: tuple[Snapshot, int], share: float) -> int:
+    """A budget that leaves `share` of what the ordinary run needs."""
+    gc.collect()
+    return cpu_pool.allocated_bytes() + int(share * ordinary[1])
+
+
+@contextlib.contextmanager
+def walled(budget_bytes: int) -> Iterator[None]:
+    """The pool ends at the budget."""
+    cpu_pool.set_capacity(budget_bytes)
+    try:
+        yield
+    finally:
+        cpu_pool.set_capacity(None)
+
+
+# ------------------------------------------------------------------------- budget and bits
+
+
+@pytest.mark.parametrize("link", [None, 2e9, 2e8])
+@pytest.mark.parametrize("policy", ["swap", "delta", "capuchin", "auto"])
+def test_same_bits_inside_the_wall(ordinary, policy, link):
+    snapshot, _ = ordinary
+    budget_bytes = budget(ordinary, 0.6)
+    runtime = delta.Runtime(
+        budget_bytes, device="cpu", policy=policy, host_budget="1GiB", link_bytes_per_s=link
+    )
+    with walled(budget_bytes + 5 * LAYER_BYTES):  # the snapshots that this test keeps
+        cpu_pool.reset_peak()
+        inside = train(runtime)
+    assert_same_bits(inside, snapshot, f"{policy} at {link}")
+    totals = runtime.report().totals
+    assert totals.swap_ins + totals.rebuilds > 10
+    if policy == "swap":
+        assert totals.drops == 0 and totals.swap_ins > 10
+    runtime.close()
+
+
+def test_nothing_is_swapped_without_a_tier(ordinary):
+    runtime = delta.Runtime(budget(ordinary, 0.7), device="cpu", policy="auto")
+    train(runtime, steps=2)
+    totals = runtime.report().totals
+    assert totals.drops > 0 and totals.swap_outs == totals.written_back_bytes == 0
+    runtime.close()
+
+
+def test_a_fast_lane_replaces_recomputation(ordinary):
+    """Once the graph is known, policy auto swaps what it would have recomputed."""
+    runtime = delta.Runtime(
+        budget(ordinary, 0.7), device="cpu", policy="auto", link_bytes_per_s=20e9
+    )
+    train(runtime, steps=6)
+    last = runtime.report().last
+    assert last.swap_ins > 0
+    assert last.rebuilds == 0
+    runtime.close()
+
+
+def test_a_hopeless_lane_is_left_alone(ordinary):
+    runtime = delta.Runtime(
+        budget(ordinary, 0.7), device="cpu", policy="auto", link_bytes_per_s=1e5
+    )
+    begin = time.perf_counter()
+    train(runtime, steps=6)
+    assert time.perf_counter() - begin < 20
+    last = runtime.report().last
+    assert last.rebuilds > 0 and last.swap_ins == 0
+    runtime.close()
+
+
+def test_the_report_tells_of_the_lanes(ordinary):
+    runtime = delta.Runtime(budget(ordinary, 0.6), device="cpu", policy="swap", host_budget="1GiB")
+    train(runtime, steps=4)
+    report = runtime.report()
+    text = str(report)
+    for words in ("swapped out", "swapped in", "waited for the lane in", "prefetch", "Swapped "):
+        assert words in text
+    assert report.as_dict()["last"]["swap_ins"] == report.last.swap_ins > 0
+    last = report.last
+    assert (
+        last.prefetch_hits + last.prefetch_late + last.prefetch_misses
+        >= last.swap_ins - last.prefetch_vain
+    )
+    runtime.close()
+
+
+# ------------------------------------------------------------------------- overlap and prefetch
+
+
+def _lanes_and_compute(link: float, steps: int) -> tuple[float, delta.StepReport]:
+    """Milliseconds of ordinary backward, and the report of the last step of a managed run."""
+    torch.manual_seed(0)
+    layers = 12
+    weight = [torch.randn(512, 512, requires_grad=True) for _ in range(layers)]
+
+    def forward() -> torch.Tensor:
+        x = torch.ones(1024, 512)
+        for w in weight:
+            x = (x @ w).tanh()
+        return x.mean()
+
+    forward().backward()
+    loss = forward()
+    begin = time.perf_counter()
+    loss.backward()
+    backward_s = time.perf_counter() - begin
+    del loss
+    gc.collect()
+    saved_bytes = layers * 4 * 1024 * 512
+    runtime = delta.Runtime(
+        cpu_pool.allocated_bytes() + saved_bytes // 2 + (8 << 20),
+        device="cpu",
+        policy="swap",
+        link_bytes_per_s=link,
+    )
+    for _ in range(steps):
+        with runtime.step():
+            forward().backward()
+    report = runtime.report()
+    runtime.close()
+    return backward_s, report
+
+
+def test_prefetch_hides_what_compute_can_hide():
+    """The copies back take about half of backward's compute: at least 80 % of that time must not be waited for."""
+    backward_s, warm = _lanes_and_compute(5e9, 3)
+    swapped_bytes = warm.last.swapped_in_bytes
+    assert swapped_bytes > 4 << 20
+    link = swapped_bytes / (0.5 * backward_s)
+    shares = []
+    for _ in range(5):  # a crowded machine may spoil some of them
+        _, report = _lanes_and_compute(link, 5)
+        lane_s = report.last.swapped_in_bytes / link
+        shares.append(1 - report.last.in_stall_s / lane_s)
+        if shares[-1] >= 0.8:
+            break
+    assert max(shares) >= 0.8, shares
+
+
+def test_no_copy_without_need():
+    """A budget that never binds copies nothing."""
+    runtime = delta.Runtime("100%", device="cpu", policy="auto", host_budget="1GiB")
+    train(runtime, steps=3)
+    totals = runtime.report().totals
+    assert totals.written_back_bytes == 0 and totals.swap_outs == 0
+    runtime.close()
+
+
+# ------------------------------------------------------------------------- host memory
+
+
+def test_without_room_on_the_host_pages_are_dropped(ordinary):
+    snapshot, _ = ordinary
+    budget_bytes = budget(ordinary, 0.7)
+    runtime = delta.Runtime(
+        budget_bytes, device="cpu", policy="auto", host_budget="64KiB", link_bytes_per_s=20e9
+    )
+    assert_same_bits(train(runtime), snapshot, "a host of 64 KiB")
+    totals = runtime.report().totals
+    assert totals.host_refusals > 0 and totals.swap_outs == 0 and totals.rebuilds > 0
+    assert "refused by host memory" in str(runtime.report())
+    runtime.close()
+
+
+def test_without_room_on_the_host_policy_swap_keeps_and_says_so(ordinary):
+    snapshot, _ = ordinary
+    runtime = delta.Runtime(budget(ordinary, 0.7), device="cpu", policy="swap", host_budget="64KiB")
+    with pytest.warns(RuntimeWarning, match="budget of .* was passed"):
+        inside = train(runtime)
+    assert_same_bits(inside, snapshot, "a host of 64 KiB")
+    assert runtime.report().totals.host_refusals > 0
+    runtime.close()
+
+
+def test_host_memory_is_exact_and_given_back(ordinary):
+    runtime = delta.Runtime(budget(ordinary, 0.6), device="cpu", policy="swap", host_budget="1GiB")
+    train(runtime, steps=3)
+    runtime._session.drain_transfers()
+    usage = runtime._session.host_usage()
+    assert usage["used_bytes"] == 0
+    assert 4 * LAYER_BYTES < usage["peak_used_bytes"] <= 3 * LAYERS * LAYER_BYTES
+    assert usage["peak_slab_bytes"] <= max(usage["peak_used_bytes"] * 1.1, 32 << 20)
+    runtime.close()
+
+
+# ------------------------------------------------------------------------- ends and interruptions
+
+
+def lanes() -> int:
+    """Threads of lanes in this process."""
+    gc.collect()
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as file:
+            names.append(file.read().strip())
+    return names.count("delta-lane")
+
+
+def swap_out_a_graph(runtime: delta.Runtime) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss whose saved tensors are in host memory, and its leaf."""
+    x = torch.linspace(0, 1, 1 << 18, requires_grad=True)
+    with runtime.step():
+        y = x
+        for _ in range(6):
+            y = y.sin()
+        loss = y.sum()
+        del y
+        runtime._session.make_room(1 << 40)
+    assert runtime._session.counters()["host_now_bytes"] >= 5 << 20
+    return loss, x
+
+
+def expected_gradient() -> torch.Tensor:
+    x = torch.linspace(0, 1, 1 << 18, requires_grad=True)
+    y = x
+    for _ in range(6):
+        y = y.sin()
+    y.sum().backward()
+    return x.grad
+
+
+def swapper(**arguments) -> delta.Runtime:
+    return delta.Runtime(
+        "100%", **{"device": "cpu", "policy": "swap", "host_budget": "1GiB"} | arguments
+    )
+
+
+def test_no_lane_survives_close():
+    before = lanes()
+    runtime = swapper()
+    loss, x = swap_out_a_graph(runtime)
+    assert lanes() > before
+    runtime.close()
+    assert lanes() == before
+    loss.backward()  # what is on the host comes back all the same
+    assert torch.equal(x.grad, expected_gradient())
+    assert lanes() == before
+
+
+def test_a_runtime_that_is_forgotten_ends_its_lanes():
+    before = lanes()
+    runtime = swapper()
+    loss, x = swap_out_a_graph(runtime)
+    del runtime
+    gc.collect()
+    loss.backward()
+    assert torch.equal(x.grad, expected_gradient())
+    del loss
+    gc.collect()
+    assert lanes() == before
+
+
+def test_close_does_not_wait_for_a_slow_lane():
+    runtime = swapper(link_bytes_per_s=1e6)
+    x = torch.linspace(0, 1, 1 << 20, requires_grad=True)
+    runtime._session.set_budget(cpu_pool.allocated_bytes() + (40 << 20))
+    runtime.budget_bytes = cpu_pool.allocated_bytes() + (40 << 20)
+    with runtime.step():
+        y = x
+        for _ in range(8):
+            y = y.sin()  # 4 MiB each: 4 s in the lane
+        loss = y.sum()
+        begin = time.perf_counter()
+    runtime.close()
+    assert time.perf_counter() - begin < 2
+    del y
+    loss.backward()
+    assert x.grad is not None
+
+
+def test_backward_twice_and_of_a_part():
+    runtime = swapper()
+    loss, x = swap_out_a_graph(runtime)
+    loss.backward(retain_graph=True)
+    first, x.grad = x.grad, None
+    loss.backward()
+    assert torch.equal(first, x.grad) and torch.equal(first, expected_gradient())
+    runtime.close()
+
+
+def test_backward_on_another_thread():
+    runtime = swapper()
+    loss, x = swap_out_a_graph(runtime)
+    threads = [threading.Thread(target=lambda: loss.backward(retain_graph=True)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(x.grad / 4, expected_gradient())
+    runtime.close()
+
+
+def test_an_exception_in_forward_leaves_nothing_on_the_host():
+    runtime = swapper()
+
+    def step() -> None:
+        with runtime.step():
+            y = torch.linspace(0, 1, 1 << 18, requires_grad=True).sin().cos().sin()
+            runtime._session.make_room(1 << 40)
+            assert y.grad_fn and runtime._session.counters()["host_now_bytes"] > 0
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        step()
+    gc.collect()
+    runtime._session.drain_transfers()
+    assert runtime._session.counters()["host_now_bytes"] == 0
+    assert runtime._session.host_usage()["used_bytes"] == 0
+    runtime.close()
+
+
+def test_what_is_written_while_it_is_copied_is_not_taken_from_the_copy():
+    """The copy was made of the content before; autograd must notice the change, or see the present content."""
+    runtime = swapper(link_bytes_per_s=1e8)
+    x = torch.linspace(0, 1, 1 << 20, requires_grad=True)
+    with runtime.step():
+        y = x.sin()
+        z = y.sum()  # saves nothing
+        w = y.exp()  # saved by its backward
+        runtime._session.make_room(1)  # w is exposed: copied, not freed
+        with torch.no_grad():
+            w.mul_(2.0)
+        loss = w.sum() + z
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    runtime.close()
+
+
+def test_a_changed_page_is_copied_again():
+    """The copy of an exposed page is stale after a write that autograd knows of."""
+    runtime = swapper()
+    a = torch.linspace(0, 1, 1 << 18, requires_grad=True)
+    with runtime.step():
+        h = a * 2.0
+        s = h.sigmoid()
+        s.mul_(1.0)  # s is saved by nothing that minds: its new content is what tanh_ saves
+        t = s.tanh_()
+        out = (t * t).sum()
+        runtime._session.make_room(1 << 40)
+        del h, s, t
+        runtime._session.make_room(1 << 40)
+        try:
+            out.backward()
+            raised = ""
+        except RuntimeError as error:
+            raised = str(error)
+    b = torch.linspace(0, 1, 1 << 18, requires_grad=True)
+    s = (b * 2.0).sigmoid()
+    s.mul_(1.0)
+    t = s.tanh_()
+    out = (t * t).sum()
+    try:
+        out.backward()
+        expected = ""
+    except RuntimeError as error:
+        expected = str(error)
+    assert bool(raised) == bool(expected)
+    if not expected:
+        assert torch.equal(a.grad, b.grad)
+    runtime.close()
+
+
+def test_strides_and_offsets_come_back():
+    """Views of all kinds over swapped storages, conjugated and negative ones too."""
+
+    def run() -> tuple[torch.Tensor, ...]:
+        x = torch.randn(64, 32, dtype=torch.complex64, generator=torch.Generator().manual_seed(3))
+        x.requires_grad_()
+        y = (x * 1.5).t()[3:, ::2]
+        z = (y.conj() * y[:, :1].expand(-1, 32)).imag
+        loss = (z.flip(0) * z.unfold(1, 4, 4).sum(-1).mean()).sum() + torch.view_as_real(y).prod(
+            1
+        ).sum()
+        return loss, x
+
+    loss, x = run()
+    loss.backward()
+    expected = x.grad
+    runtime = swapper(policy="stress_swap_all", min_bytes=0)
+    with runtime.step():
+        loss, x = run()
+        loss.backward()
+    assert torch.equal(torch.view_as_real(x.grad), torch.view_as_real(expected))
+    assert runtime.report().totals.swap_ins > 0
+    runtime.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_finishes_its_backward():
+    """It has no lanes; what is on the host, or on its way, is copied by whoever asks."""
+    runtime = swapper(link_bytes_per_s=3e8)
+    loss, x = swap_out_a_graph(runtime)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            loss.backward()
+            code = 0 if torch.equal(x.grad, expected_gradient()) else 2
+        finally:
+            os.write(write, bytes([code]))
+            os._exit(code)
+    os.close(write)
+    assert os.read(read, 1) == b"\0"
+    os.waitpid(child, 0)
+    os.close(read)
+    loss.backward()
+    assert torch.equal(x.grad, expected_gradient())
+    runtime.close()
+
+
+# ------------------------------------------------------------------------- links
+
+
+def test_profiles_are_ratios_of_real_cards():
+    speeds = [link_bytes_per_s(name) for name in ("pcie3", "pcie4", "c2c")]
+    assert speeds == sorted(speeds)
+    for name, profile in PROFILES.items():
+        assert 1e-4 < profile.bytes_per_flop < 1e-1, name
+        assert link_bytes_per_s(name) == pytest.approx(profile.bytes_per_flop * flops_per_s())
+    assert link_bytes_per_s(None) == 0 and link_bytes_per_s(5) == 5
+
+
+def test_a_lane_keeps_to_its_throttle():
+    runtime = swapper(link_bytes_per_s=1e8)
+    loss, _ = swap_out_a_graph(runtime)
+    transfers, bytes_, busy_s, _ = runtime._session.lane_totals()["out"]
+    assert transfers >= 5
+    assert bytes_ / busy_s == pytest.approx(1e8, rel=0.05)
+    del loss
+    runtime.close()
