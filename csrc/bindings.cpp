@@ -283,13 +283,18 @@ void bind_session(py::module_& m) {
       .def("lane_totals", &lane_totals_of)
       .def("host_usage", &host_usage_of)
       .def("set_tracing", [](Session& s, bool on) { s.tracing_ = on; })
-      .def("drain_transfers",
+      .def("take_in_transfers",
            [](Session& s) {
-             std::vector<TransferRow> rows;
+             Session::Guard guard(s);
+             s.reap();
+           })
+      .def("drain_trace",
+           [](Session& s) {
+             std::vector<TraceRow> rows;
              {
                Session::Guard guard(s);
                s.reap();
-               rows.swap(s.transfer_rows_);
+               rows.swap(s.trace_);
              }
              return rows_of(rows);
            })

@@ -326,7 +326,7 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
     }
     open.facts = entry->second;
     const OpFacts facts = op_facts_[open.facts];
-    open.timed = logging_ || facts.seconds < 0;
+    open.timed = logging_ || tracing_ || facts.seconds < 0;
     const int64_t need = facts.watermark_bytes >= 0 ? facts.watermark_bytes : input_bytes;
     const bool tight = options_.budget_bytes > 0 && live_bytes() + need > options_.budget_bytes;
     if (tight || out_lane_ || options_.stress != Stress::None) {
@@ -448,6 +448,13 @@ void Session::end_op(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs) 
       }
     }
     seconds = open.timed ? seconds : facts.seconds;
+  }
+  if (tracing_ && open.timed) {
+    const double begin_s = seconds_of(open.begin);
+    trace_.push_back({static_cast<int64_t>(TraceKind::Op), static_cast<int64_t>(info.name_hash),
+                      live_bytes(), dropped_now_bytes_, host_now_bytes_, begin_s,
+                      begin_s + seconds});
+    log_names_.emplace(info.name_hash, &info);
   }
   LoggedOp* row = nullptr;
   if (open.log_index >= 0 && open.log_index < static_cast<int64_t>(log_ops_.size())) {

@@ -606,7 +606,12 @@ c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs,
   }
   {
     Session::Guard guard(session);
-    session.counters_.rebuild_seconds += seconds_since(begin);
+    const double seconds = seconds_since(begin);
+    session.counters_.rebuild_seconds += seconds;
+    if (session.tracing_) {
+      session.trace_.push_back({static_cast<int64_t>(TraceKind::Rebuild), root.key, root.bytes, 0,
+                                0, seconds_of(begin), seconds_of(begin) + seconds});
+    }
   }
   const c10::Storage& result = plan.slots.at(&root).storage;
   TORCH_CHECK(result, "delta_runtime: the value that was asked for was not made");

@@ -172,15 +172,19 @@ struct Counters {
   const char* floor_op = "";
 };
 
-// One transfer that ended, for the trace.
-struct TransferRow {
-  int64_t key;
-  int64_t bytes;
-  int64_t direction;  // 0 out, 1 in
-  double begin_s;     // by the steady clock
+enum class TraceKind : int64_t { Op = 0, Rebuild = 1, CopyOut = 2, CopyIn = 3 };
+
+// What took time, for the trace.
+struct TraceRow {
+  int64_t kind;
+  int64_t name;           // of an op: hash of its name; else key of the value
+  int64_t bytes;          // of a copy; of an op: live at its end
+  int64_t dropped_bytes;  // at the end of an op
+  int64_t host_bytes;     // of pages without a device copy, then
+  double begin_s;         // by the steady clock
   double end_s;
 };
-static_assert(sizeof(TransferRow) == 40, "the Python side reads transfers as 40-byte rows");
+static_assert(sizeof(TraceRow) == 56, "the Python side reads the trace as 56-byte rows");
 
 // What is known of the ops of one signature: an operator on arguments of one geometry.
 struct OpFacts {
@@ -428,7 +432,7 @@ struct Session : c10::intrusive_ptr_target {
   int64_t swapping_in_bytes_ = 0;
   double early_write_back_ = 0.5;  // share of the budget from which unplanned pages are written
   bool tracing_ = false;
-  std::vector<TransferRow> transfer_rows_;
+  std::vector<TraceRow> trace_;
 
   Counters counters_;
   std::mt19937_64 random_;

@@ -126,14 +126,14 @@ bool Session::free_clean(Page& page) {
 // storage, and makes pages that have come back resident.
 bool Session::reap() {
   const size_t before = flying_out_.size() + flying_in_.size();
-  const auto row = [&](const Transfer& t, int64_t direction) {
+  const auto row = [&](const Transfer& t, TraceKind kind) {
     if (tracing_ && t.done()) {
-      transfer_rows_.push_back({t.key, t.bytes, direction, t.begin_s, t.end_s});
+      trace_.push_back({static_cast<int64_t>(kind), t.key, t.bytes, 0, 0, t.begin_s, t.end_s});
     }
   };
   while (!flying_out_.empty() && flying_out_.front()->ended()) {
     Transfer& t = *flying_out_.front();
-    row(t, 0);
+    row(t, TraceKind::CopyOut);
     thread_trash().take(std::move(t.device));
     t.device = c10::Storage();
     t.host.reset();
@@ -141,7 +141,7 @@ bool Session::reap() {
   }
   while (!flying_in_.empty() && flying_in_.front()->ended()) {
     Transfer& t = *flying_in_.front();
-    row(t, 1);
+    row(t, TraceKind::CopyIn);
     auto page = managed_.find(t.page);
     if (page != managed_.end() && page->second->incoming.get() == &t) {
       finish_swap_in(*page->second);

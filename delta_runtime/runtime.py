@@ -48,6 +48,7 @@ from delta_runtime.device import resolve_budget, resolve_device
 from delta_runtime.extension import _C
 from delta_runtime.record.step_log import drain_events, read_step_graph
 from delta_runtime.report.step_report import StepReport, StepTotals
+from delta_runtime.report.trace import TRACE_DTYPE, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,8 @@ class Runtime:
             the CPU pool stand in for an accelerator, with RAM outside of it as the host's.
         link_bytes_per_s: throttle of the lanes between the two: bytes per second, or a card's name
             (``"pcie3"``, ``"pcie4"``, ``"pcie5"``, ``"c2c"``; see `delta_runtime.act.links`).
-        disk_budget, spill_dir, trace: not part of this version.
+        trace: file to write a trace of the last steps to at close, for Perfetto or chrome://tracing.
+        disk_budget, spill_dir: not part of this version.
 
     Raises:
         UsageError: an argument makes no sense; nothing has been changed.
@@ -191,6 +193,8 @@ class Runtime:
         self._attached = False
         self._thread = 0
         self._hook_handles: list[Any] = []
+        self._trace = Trace(config.trace) if config.trace else None
+        self._session.set_tracing(self._trace is not None)
 
     # ------------------------------------------------------------------ entering and leaving
 
@@ -335,6 +339,8 @@ class Runtime:
             self._leave()
         self._closed = True
         self._session.stop_lanes()
+        if self._trace is not None:
+            self._trace.write(self._session.logged_names())
 
     # ------------------------------------------------------------------ steps
 
@@ -395,6 +401,8 @@ class Runtime:
             # Foresight only makes steps faster; without it the filter decides online.
             logger.exception("delta_runtime: no plan could be made for this step")
         self._warn_if_over(step_peak_bytes)
+        if self._trace is not None:
+            self._trace.add_step(np.frombuffer(self._session.drain_trace(), dtype=TRACE_DTYPE))
         self._step_events.clear()
         if self.config.report == "step":
             logger.info("%s", self.report().one_line())
@@ -616,12 +624,11 @@ def _refuse_what_is_not_there(config: Config) -> None:
     absent = {
         "disk_budget": config.disk_budget,
         "spill_dir": config.spill_dir,
-        "trace": config.trace,
     }
     for name, value in absent.items():
         if value is not None:
             raise UsageError(
-                f"{name}: swapping to disk and traces are not part of this version.",
+                f"{name}: swapping to disk is not part of this version.",
                 asked=f"{name}={value!r}",
                 change="Leave it out.",
             )

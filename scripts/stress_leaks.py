@@ -219,7 +219,7 @@ class World:
             + ("dropped_now_bytes", "host_now_bytes")
             if counters[name]
         ]
-        self.entered._session.drain_transfers()  # takes in what the lanes have finished
+        self.entered._session.take_in_transfers()  # takes in what the lanes have finished
         if held := self.entered._session.host_usage()["used_bytes"]:
             found.append(f"{held:,} bytes of host memory")
         if counters["known_pages"] > MOST_KNOWN_PAGES:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import threading
 import time
@@ -218,6 +219,32 @@ def test_prefetch_hides_what_compute_can_hide():
     assert max(shares) >= 0.8, shares
 
 
+def test_the_trace_shows_copies_under_compute(tmp_path, ordinary):
+    path = tmp_path / "trace.json"
+    runtime = delta.Runtime(
+        budget(ordinary, 0.6), device="cpu", policy="swap", link_bytes_per_s=1e9, trace=str(path)
+    )
+    train(runtime, steps=5)
+    last = runtime.report().last
+    assert not path.exists()
+    runtime.close()
+    events = json.loads(path.read_text())["traceEvents"]
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    spans: dict[str, list[tuple[float, float]]] = {name: [] for name in tracks.values()}
+    for event in events:
+        if event["ph"] == "X":
+            spans[tracks[event["tid"]]].append((event["ts"], event["ts"] + event["dur"]))
+    copies = spans["lane out"] + spans["lane in"]
+    assert len(spans["lane in"]) >= last.swap_ins > 0
+    under = sum(
+        max(0.0, min(end, op_end) - max(begin, op_begin))
+        for begin, end in copies
+        for op_begin, op_end in spans["compute"]
+    )
+    assert under > 0.3 * sum(end - begin for begin, end in copies)
+    assert any(e["ph"] == "C" and e["args"]["on the host"] > 0 for e in events)
+
+
 def test_no_copy_without_need():
     """A budget that never binds copies nothing."""
     runtime = delta.Runtime("100%", device="cpu", policy="auto", host_budget="1GiB")
@@ -256,7 +283,7 @@ def test_without_room_on_the_host_policy_swap_keeps_and_says_so(ordinary):
 def test_host_memory_is_exact_and_given_back(ordinary):
     runtime = delta.Runtime(budget(ordinary, 0.6), device="cpu", policy="swap", host_budget="1GiB")
     train(runtime, steps=3)
-    runtime._session.drain_transfers()
+    runtime._session.take_in_transfers()
     usage = runtime._session.host_usage()
     assert usage["used_bytes"] == 0
     assert 4 * LAYER_BYTES < usage["peak_used_bytes"] <= 3 * LAYERS * LAYER_BYTES
@@ -384,7 +411,7 @@ def test_an_exception_in_forward_leaves_nothing_on_the_host():
     with pytest.raises(ZeroDivisionError):
         step()
     gc.collect()
-    runtime._session.drain_transfers()
+    runtime._session.take_in_transfers()
     assert runtime._session.counters()["host_now_bytes"] == 0
     assert runtime._session.host_usage()["used_bytes"] == 0
     runtime.close()
