@@ -11,6 +11,7 @@ Takes about 2 hours for everything, 15 minutes for `--models vit`; needs no GPU.
         [--shares 0.7,0.5,0.35] [--policies swap,recompute,delta,capuchin,auto] [--rounds 1]
         [--json FILE] [--markdown FILE]
 
+Behind each ratio: seconds of recomputing + seconds of waiting for a lane, as the runtime counted them.
 "floor" is what no way of swapping alone can go below: the larger of compute and the seconds that the bytes which have
 to be away take in one lane, over compute. A cell of `auto` is "clearly better" where it saves at least a fifth of the
 extra time of the better of swap and recompute.
@@ -94,6 +95,12 @@ class Cell:
     host_waste: float
     rounding_waste: float
     failure: str
+
+    def text(self) -> str:
+        """The ratio, and the seconds that were recomputed and waited for."""
+        if self.ratio is None:
+            return "failed"
+        return f"{self.ratio.median:.3f} ({self.recompute_s:.2f} + {self.stall_s:.2f} s)"
 
 
 class Bench:
@@ -229,7 +236,7 @@ def rows(cells: list[Cell]) -> list[tuple[str, ...]]:
                 verdict = "as good"
         floor = next(c.floor for c in found.values() if c is not None and c.link)
         texts = [
-            "-" if found[p] is None else "failed" if ratio(p) is None else f"{ratio(p):.3f}"
+            "-" if found[p] is None else found[p].text()
             for p in ("swap", "recompute", "delta", "capuchin", "auto")
         ]
         told.append((model, link, f"{share:.0%}", f"{floor:.3f}", *texts, verdict))
@@ -292,7 +299,7 @@ def main(argv: list[str] | None = None) -> int:
     told = rows(cells)
     for row in told:
         table.add_row(*row)
-    Console(highlight=False, width=max(console.width, 120)).print(table)
+    Console(highlight=False, width=max(console.width, 160)).print(table)
     judged = [row[-1] for row in told if row[-1]]
     console.print(
         f"auto: worse in {judged.count('worse')} of {len(judged)} rows, clearly better in "
