@@ -106,11 +106,13 @@ void Session::begin_step() {
   log_ops_.clear();
   log_inputs_.clear();
   log_outputs_.clear();
+  to_write_.clear();  // what a graph that is kept still waits for is copied when it has to go
 }
 
 void Session::end_step() {
   forget_past();
   Guard guard(*this);
+  reap();
   emit(EventKind::Step, nullptr, 0, 0);
 }
 

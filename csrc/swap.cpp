@@ -325,11 +325,13 @@ void Session::tend_lanes(int64_t need_bytes) {
       wanted.push_back(c10::intrusive_ptr<Page>::reclaim_copy(&page));
     }
   }
+  int64_t begun = 0;
   for (auto& page : wanted) {
-    counters_.prefetches += begin_swap_in(*page, /*prefetch=*/true) ? 1 : 0;
+    begun += begin_swap_in(*page, /*prefetch=*/true) ? 1 : 0;
   }
   if (!wanted.empty()) {
     Guard guard(*this);
+    counters_.prefetches += begun;
     wanted.clear();  // a page may die with this
   }
 }

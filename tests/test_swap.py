@@ -22,6 +22,7 @@ from torch import nn
 import delta_runtime as delta
 from delta_runtime import cpu_pool
 from delta_runtime.act.links import PROFILES, flops_per_s, link_bytes_per_s
+from delta_runtime.config import Config
 from tests.support.bitwise import Snapshot, assert_same_bits, freeze, gradients, prefixed
 from tests.support.fixtures import one_thread  # noqa: F401
 
@@ -514,6 +515,18 @@ def test_a_forked_child_finishes_its_backward():
     os.close(read)
     loss.backward()
     assert torch.equal(x.grad, expected_gradient())
+    runtime.close()
+
+
+def test_the_environment_can_ask_for_it():
+    config = Config.from_environment(
+        {"DELTA_BUDGET": "100%", "DELTA_POLICY": "swap", "DELTA_HOST_BUDGET": "1GiB"}
+    )
+    runtime = delta.Runtime.from_config(config)
+    loss, x = swap_out_a_graph(runtime)
+    loss.backward()
+    assert torch.equal(x.grad, expected_gradient())
+    assert runtime._session.host_usage()["cap_bytes"] == 1 << 30
     runtime.close()
 
 

@@ -120,26 +120,34 @@ def only_swaps(rehearsal: Rehearsal, nothing: Choice) -> Choice:
         will wait for them.
     """
     dropped, again = nothing.dropped, nothing.again
-    best = nothing
+    if nothing.outcome.area <= 0:
+        return nothing
     most_bytes = max(rehearsal.bytes, default=0)
-    large = [page for page in range(len(dropped)) if rehearsal.bytes[page] * _SMALL >= most_bytes]
-    small = [page for page in range(len(dropped)) if rehearsal.bytes[page] * _SMALL < most_bytes]
-    for page in large + small:
-        if best.outcome.area <= 0:
-            return best
-        swapped = best.swapped.copy()
-        swapped[page] = True
-        if not _has_room(rehearsal, swapped):
-            continue
-        outcome = rehearsal.play(dropped, again, swapped)
-        if outcome.area < best.outcome.area:
-            best = Choice(dropped, again, swapped, outcome)
-    if best.outcome.area <= 0:
-        return best
+    small = np.array(rehearsal.bytes) * _SMALL < most_bytes
+    order = np.argsort(small, kind="stable")  # the large ones, then the small ones, as saved
+
+    def first(count: int) -> Choice:
+        swapped = np.zeros(len(dropped), dtype=bool)
+        swapped[order[:count]] = True
+        return Choice(dropped, again, swapped, rehearsal.play(dropped, again, swapped))
+
+    host = np.cumsum(np.array(rehearsal.bytes)[order])
+    assert rehearsal.lanes is not None
+    most = int(np.searchsorted(host, rehearsal.lanes.host_bytes, side="right"))
+    too_few, enough = 0, first(most)
+    if enough.outcome.area <= 0:
+        while most - too_few > 1:
+            middle = (too_few + most) // 2
+            other = first(middle)
+            if other.outcome.area <= 0:
+                most, enough = middle, other
+            else:
+                too_few = middle
+        return enough
     # As if the lanes took no time: the step has to wait for them anyway.
     excess = nothing.outcome.excess.copy()
     swapped = np.zeros(len(dropped), dtype=bool)
-    for page in large + small:
+    for page in order.tolist():
         span = slice(rehearsal.begin[page], rehearsal.own_need[page])
         if (excess[span] > 0).any():
             excess[span] -= rehearsal.bytes[page]

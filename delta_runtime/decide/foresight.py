@@ -126,9 +126,9 @@ def foresee(
             tried = set(kept)
             in_vain = 0
     if lanes is not None:
-        choice = swap_instead(rehearsal, choice, most_work=_TO_EXCHANGE)
-        choice = swap_more(rehearsal, choice, most_work=_TO_EXCHANGE)
-        choice = swap_instead(rehearsal, choice, most_work=_TO_EXCHANGE)
+        most_work = _TO_EXCHANGE if effort else _TO_EXCHANGE // 8
+        for improve in (swap_instead, swap_more, swap_instead):
+            choice = improve(rehearsal, choice, most_work=most_work)
     if choice.outcome.area > 0 and not choice.swapped.any():
         # Nothing fits, by this account. It errs towards too much (watermarks are the highest seen),
         # and what drops the most is not what leaves the victim queue the most to choose from.

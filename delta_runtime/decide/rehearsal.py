@@ -14,7 +14,7 @@ from delta_runtime.core.graph import Floats, StepGraph
 from delta_runtime.decide.cover import EPSILON_S, Cover, Mask, Recipes, Span
 from delta_runtime.decide.lane_times import LaneTimes
 
-_PRICE_OF_LANES = 0.01
+_PRICE_OF_LANES = 0.001
 """Seconds counted for each second of a lane that nobody waits for: no copy is quite free."""
 WORK_PER_SECOND = 1_500_000
 """Units of work that a slow core does in a second: a use that is played, or a value looked at."""
