@@ -6,11 +6,12 @@ pool's capacity at the budget; a budget fails if a step runs out of memory or it
 Takes about 3 minutes on two idle cores; needs no GPU. Exits 1 if a budget above the least feasible one fails, or if
 the least feasible one is above 45 % of the ordinary peak.
 
-    python scripts/sweep_budget.py [--models resnet50,gpt] [--steps 4] [--policy recompute] [--no-rescue]
-        [--least 0.45] [--json FILE]
+    python scripts/sweep_budget.py [--models resnet50,gpt] [--steps 4] [--policy recompute] [--link pcie4]
+        [--no-rescue] [--least 0.45] [--json FILE]
 
 `--no-rescue` switches the rescue inside allocations off from each budget's second step on: what then holds the budget
-is the look-ahead at op boundaries alone.
+is the look-ahead at op boundaries alone. `--link` gives policies that swap something to swap over: bytes per
+second or a card's name (delta_runtime/act/links.py).
 """
 
 from __future__ import annotations
@@ -108,11 +109,18 @@ class Sweep:
 
 
 def run_trial(
-    trial: Trial, state: TrainState, *, policy: str, steps: int, rescue: bool, first_index: int
+    trial: Trial,
+    state: TrainState,
+    *,
+    policy: str,
+    link: str | None,
+    steps: int,
+    rescue: bool,
+    first_index: int,
 ) -> None:
     """Trains under one budget with a fresh runtime; fills `trial`."""
     gc.collect()
-    runtime = delta.Runtime(trial.budget_bytes, policy=policy, device="cpu")
+    runtime = delta.Runtime(trial.budget_bytes, policy=policy, device="cpu", link_bytes_per_s=link)
     try:
         for step in range(steps):
             batch = state.batch(first_index + step)
@@ -167,6 +175,7 @@ def sweep(name: str, arguments: argparse.Namespace) -> Sweep:
             trial,
             state,
             policy=arguments.policy,
+            link=arguments.link,
             steps=arguments.steps,
             rescue=not arguments.no_rescue,
             first_index=index,
@@ -208,6 +217,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--models", type=lambda text: text.split(","), default=["resnet50", "gpt"])
     parser.add_argument("--steps", type=int, default=4, help="steps at each budget")
     parser.add_argument("--policy", choices=list(POLICIES), default="recompute")
+    parser.add_argument("--link", help="bytes per second of each lane, or a card's name")
     parser.add_argument(
         "--no-rescue", action="store_true", help="rescue off from the second step on"
     )
@@ -243,6 +253,7 @@ def main(argv: list[str] | None = None) -> int:
         {
             "machine": machine(),
             "policy": arguments.policy,
+            "link": arguments.link,
             "rescue_from_step_2": not arguments.no_rescue,
             "models": {result.model: asdict(result.measured) for result in sweeps},
             "least_percent": {result.model: result.least_percent for result in sweeps},
