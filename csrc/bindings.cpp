@@ -74,7 +74,8 @@ PyObject* py_unpack(PyObject* /*self*/, PyObject* argument) {
   Ticket& ticket = reinterpret_cast<PyTicket*>(argument)->ticket;
   try {
     at::Tensor t;
-    if (ticket.is_away()) {
+    // With lanes somebody else may bring it back right now, and need the GIL for that.
+    if (ticket.is_away() || (ticket.session && ticket.session->out_lane_)) {
       py::gil_scoped_release no_gil;
       t = ticket.session->unpack(ticket);
     } else {
@@ -195,8 +196,7 @@ py::dict host_usage_of(const Session& s) {
   d["cap_bytes"] = u.cap_bytes;
   d["used_bytes"] = u.used_bytes;
   d["peak_used_bytes"] = u.peak_used_bytes;
-  d["slab_bytes"] = u.slab_bytes;
-  d["peak_slab_bytes"] = u.peak_slab_bytes;
+  d["taken_bytes"] = u.taken_bytes;
   d["refusals"] = u.refusals;
   return d;
 }
@@ -279,7 +279,6 @@ void bind_session(py::module_& m) {
           "In a forked child: whoever held the lock does not exist here.")
       .def("stop_lanes", &Session::stop_lanes, py::call_guard<py::gil_scoped_release>(),
            "Ends the lanes' threads; what comes later is copied at once.")
-      .def("abandon_lanes", &Session::abandon_lanes, "In a forked child: there are no threads.")
       .def("lane_totals", &lane_totals_of)
       .def("host_usage", &host_usage_of)
       .def("set_tracing", [](Session& s, bool on) { s.tracing_ = on; })

@@ -8,11 +8,13 @@
 //  2. The worker takes no lock but the lane's own, and never the GIL. Waiting for it is safe inside
 //     an allocation, with the GIL held, and under no lock of the session.
 //  3. A transfer that has not begun can be cancelled; one that runs is waited for.
-//  4. A forked child has no workers: there, waiting does the copy itself.
+//  4. A forked child has no workers: there, waiting does the copy itself. So does submitting where
+//     the lane was stopped, or where the system gives no thread.
 #pragma once
 
 #include <c10/core/Storage.h>
 #include <c10/util/intrusive_ptr.h>
+#include <sys/types.h>
 
 #include <atomic>
 #include <chrono>
@@ -57,7 +59,7 @@ struct LaneTotals {
 
 class Lane {
  public:
-  explicit Lane(double bytes_per_s) : bytes_per_s_(bytes_per_s) {}
+  explicit Lane(double bytes_per_s);
   ~Lane() { stop(); }
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
@@ -65,8 +67,7 @@ class Lane {
   void submit(const TransferPtr& transfer);  // starts the worker with the first one
   void wait(Transfer& transfer);
   bool cancel(Transfer& transfer);  // false: it has begun
-  void stop();     // after what is queued, unthrottled; submitting later copies at once
-  void abandon();  // in a forked child, where there is no worker
+  void stop();  // after what is queued, unthrottled; submitting later copies at once
 
   int64_t queued_bytes() const { return queued_bytes_.load(std::memory_order_relaxed); }
   bool idle() const { return queued_bytes() == 0; }
@@ -74,6 +75,7 @@ class Lane {
   LaneTotals totals() const;
 
  private:
+  void leave_behind_in_fork();
   void work();
   void run(Transfer& transfer);
 
@@ -84,8 +86,8 @@ class Lane {
   std::deque<TransferPtr> queue_;
   std::thread worker_;
   bool stopping_ = false;
-  bool stopped_ = false;
-  bool abandoned_ = false;
+  bool stopped_ = false;  // nobody takes anything out of the queue any more
+  pid_t process_;         // that the worker belongs to
   std::atomic<int64_t> queued_bytes_{0};
   LaneTotals totals_;
   std::chrono::steady_clock::time_point free_at_{};

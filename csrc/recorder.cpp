@@ -449,7 +449,7 @@ void Session::end_op(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs) 
     }
     seconds = open.timed ? seconds : facts.seconds;
   }
-  if (tracing_ && open.timed) {
+  if (tracing_ && open.timed && trace_.size() < kMostTraceRows) {
     const double begin_s = seconds_of(open.begin);
     trace_.push_back({static_cast<int64_t>(TraceKind::Op), static_cast<int64_t>(info.name_hash),
                       live_bytes(), dropped_now_bytes_, host_now_bytes_, begin_s,

@@ -619,7 +619,7 @@ c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs,
 }
 
 // The plan's values may be the last owners of records: they die under the lock.
-void discard(Session& session, Plan& plan) {
+void discard(Session& session, Plan& plan, c10::intrusive_ptr<Value>* root = nullptr) {
   Session::Guard guard(session);
   for (auto& [value, slot] : plan.slots) {
     thread_trash().take(std::move(slot.storage));
@@ -628,6 +628,9 @@ void discard(Session& session, Plan& plan) {
   }
   plan.slots.clear();
   plan.ops.clear();
+  if (root != nullptr) {
+    root->reset();
+  }
 }
 
 using Pins = std::vector<c10::Storage>;
@@ -672,11 +675,11 @@ c10::Storage Session::rebuild(Page& page) {
     }
     execute(*this, plan, *root, /*installs=*/true);
   } catch (...) {
-    discard(*this, plan);
+    discard(*this, plan, &root);
     throw;
   }
   c10::Storage result = plan.slots.at(root.get()).storage;
-  discard(*this, plan);
+  discard(*this, plan, &root);
   return result;
 }
 
@@ -761,7 +764,7 @@ bool Session::audit(Page& page) {
       judge(root->trust_key(), false);
     }
   }
-  discard(*this, plan);
+  discard(*this, plan, &root);
   return equal;
 }
 

@@ -155,7 +155,7 @@ void Session::resolve(Ticket& ticket, Page* page) {
     page->packed_at = tick_;
     page->retry_tick = 0;
     page->next_use_cursor = 0;
-    page->copy_refused = false;
+    page->refused_at = -1;
     page->clean_at_once = true;
     page->prefetched = false;
     page->frees = 0;
@@ -229,8 +229,8 @@ void Session::release(Ticket& ticket) {
     --live_tickets_;
     page = std::move(ticket.page);
     if (page && --page->tickets == 0) {
-      const bool shell =
-          page->residency == Residency::Dropped || page->residency == Residency::Host;
+      // Also of one that is on its way: a copy may still write to its storage.
+      const bool without_content = page->residency != Residency::Resident;
       switch (page->residency) {
         case Residency::Resident:
           remove_candidate(*page);
@@ -245,14 +245,13 @@ void Session::release(Ticket& ticket) {
         case Residency::SwappingIn:
           swapping_in_bytes_ -= page->bytes;
           page->incoming.reset();
-          page->residency = Residency::Resident;
           break;
       }
       forget_copy(*page);
       emit(EventKind::Released, page.get(), page->bytes, 0, page->current->key);
       managed_.erase(page->id);
       last = managed_.empty() && !entered_;
-      if (shell) {
+      if (without_content) {
         pages_.erase(page->strong.unsafeGetStorageImpl());
         if (page->current->home == page.get()) {
           page->current->home = nullptr;
@@ -260,6 +259,9 @@ void Session::release(Ticket& ticket) {
       }
       thread_trash().take(std::move(page->strong));
       page->strong = c10::Storage();
+    }
+    if (out_lane_) {
+      reap();
     }
     // The last owner of a page may be this ticket; the chain of records behind it dies under the
     // lock.

@@ -77,6 +77,10 @@ void Session::leave() {
   }
   at::removeCallback(callback_);
   entered_ = false;
+  if (out_lane_) {
+    Guard guard(*this);
+    reap();
+  }
   auto& ts = thread_state();
   ts.session = nullptr;
   ts.depth = 0;

@@ -172,6 +172,8 @@ struct Counters {
   const char* floor_op = "";
 };
 
+constexpr size_t kMostTraceRows = 1 << 20;  // of one step
+
 enum class TraceKind : int64_t { Op = 0, Rebuild = 1, CopyOut = 2, CopyIn = 3 };
 
 // What took time, for the trace.
@@ -309,19 +311,21 @@ struct Session : c10::intrusive_ptr_target {
 
   // --- swap.cpp
   void tend_lanes(int64_t need_bytes);  // at an op boundary
+  void write_back_queued();             // under the lock
   bool reap();                          // under the lock: takes in what the lanes have finished
+  bool is_refused(const Page& page) const;
   bool can_write_back(Page& page) const;
   bool write_back(Page& page);  // under the lock; false: it cannot be
   bool copy_is_good(const Page& page) const;
   bool is_alone(const Page& page) const;
   bool free_clean(Page& page);  // under the lock; true: its device copy is gone
   void forget_copy(Page& page);
+  bool is_timed(const Page& page) const;
   int64_t return_order(Page& page) const;
   c10::Storage bring_back(Page& page);
   bool begin_swap_in(Page& page, bool prefetch);
   void finish_swap_in(Page& page);  // under the lock
   void stop_lanes();
-  void abandon_lanes();
 
   // --- replay.cpp
   c10::Storage rebuild(Page& page);                      // returns the storage, which pins it

@@ -3,7 +3,8 @@
 // Note: clean pages
 //  1. A page is clean when a finished copy of its present content lies in host memory: its device
 //     copy can be freed at once. Copies are made early, while the lane is idle or as the plan says,
-//     and also of pages that somebody else still holds (exposed): only freeing asks for that.
+//     but only of pages that nobody else holds: who holds a tensor may write to it, and not every
+//     write can be seen.
 //  2. A copy is of one content. It is good as long as the page's epoch (which moves on with every
 //     new content that the recorder knows of) and version are those of its begin; both are looked
 //     at when the device copy is freed, never only when the copy was made.
@@ -37,16 +38,23 @@ bool Session::is_alone(const Page& page) const {
   return page.strong.use_count() == (flying ? 2 : 1);
 }
 
+// Whether there was no host memory for it, and none has come free since.
+bool Session::is_refused(const Page& page) const {
+  return page.refused_at >= 0 && page.refused_at == host_->returns();
+}
+
 bool Session::can_write_back(Page& page) const {
-  return out_lane_ && page.candidate >= 0 && page.tickets > 0 && !page.copy && !page.copy_refused &&
-         !page.being_written && content_unchanged(page) &&
+  return out_lane_ && page.candidate >= 0 && page.tickets > 0 && !page.copy && !is_refused(page) &&
+         page.strong.use_count() == 1 && !page.being_written && content_unchanged(page) &&
+         static_cast<int64_t>(page.strong.nbytes()) == page.bytes &&
          !c10::impl::cow::is_cow_data_ptr(page.strong.data_ptr()) &&
          cpu_pool::owns(page.strong.data_ptr());
 }
 
 bool Session::copy_is_good(const Page& page) const {
   return page.copy && page.copy->transfer->done() && page.copy->epoch == page.epoch &&
-         page.copy->version == page.version && !page.being_written && content_unchanged(page);
+         page.copy->version == page.version && !page.being_written && content_unchanged(page) &&
+         static_cast<int64_t>(page.strong.nbytes()) == page.bytes;
 }
 
 void Session::forget_copy(Page& page) {
@@ -79,7 +87,7 @@ bool Session::write_back(Page& page) {
     block = host_->allocate(page.bytes);
   }
   if (!block) {
-    page.copy_refused = true;
+    page.refused_at = host_->returns();
     ++counters_.host_refusals;
     return false;
   }
@@ -156,10 +164,16 @@ bool Session::reap() {
 
 // ---------------------------------------------------------------- in
 
+// Whether the plan of this very step says when the page comes back. Evicted a second time, or in a
+// later step, it does not.
+bool Session::is_timed(const Page& page) const {
+  return page.prefetch_at >= step_begin_tick_ && page.frees <= 1;
+}
+
 // When a page is to come back, relative to others: by the plan, else by its next use, else those
 // that were saved last come first.
 int64_t Session::return_order(Page& page) const {
-  if (page.prefetch_at >= 0) {
+  if (is_timed(page)) {
     return page.prefetch_at;
   }
   const int64_t next = next_use_of(page, tick_);
@@ -247,6 +261,9 @@ c10::Storage Session::bring_back(Page& page) {
         }
         page.prefetched = false;
       }
+      if (page.tickets == 0) {
+        return {};  // let go of meanwhile
+      }
       if (page.residency == Residency::Resident || page.residency == Residency::Dropped) {
         if (page.prefetched && !told) {
           ++counters_.prefetch_hits;
@@ -276,6 +293,31 @@ c10::Storage Session::bring_back(Page& page) {
 
 // ---------------------------------------------------------------- at op boundaries
 
+// Copies what was packed, in that order, as the plan says; without one, while the lane is idle and
+// half of the budget is used. What somebody else still holds waits for the next boundary.
+void Session::write_back_queued() {
+  constexpr size_t most_looked_at = 32;
+  const int64_t budget = options_.budget_bytes;
+  const bool early =
+      budget > 0 && phase_ == Phase::Forward &&
+      static_cast<double>(live_bytes()) > early_write_back_ * static_cast<double>(budget);
+  std::vector<int64_t> later;
+  for (size_t looked = 0; !to_write_.empty() && looked < most_looked_at; ++looked) {
+    const auto found = managed_.find(to_write_.front());
+    Page* page = found != managed_.end() ? found->second : nullptr;
+    const bool wanted = page != nullptr && page->exit == Exit::Swap && !page->copy &&
+                        (plan_ == nullptr || page->planned);
+    if (wanted && plan_ == nullptr && !(early && out_lane_->idle())) {
+      break;
+    }
+    to_write_.pop_front();
+    if (wanted && !write_back(*page)) {
+      later.push_back(page->id);
+    }
+  }
+  to_write_.insert(to_write_.end(), later.begin(), later.end());  // behind what can go now
+}
+
 // Keeps the lanes busy: writes back what is to go, brings back what will be asked for. The op that
 // comes next needs `need_bytes`.
 void Session::tend_lanes(int64_t need_bytes) {
@@ -284,36 +326,21 @@ void Session::tend_lanes(int64_t need_bytes) {
   {
     Guard guard(*this);
     reap();
-    const bool early = budget > 0 && static_cast<double>(live_bytes()) >
-                                         early_write_back_ * static_cast<double>(budget);
-    while (!to_write_.empty()) {
-      auto found = managed_.find(to_write_.front());
-      if (found != managed_.end() && found->second->exit == Exit::Swap) {
-        Page& page = *found->second;
-        const bool now = plan_ != nullptr
-                             ? page.planned
-                             : (early && phase_ == Phase::Forward && out_lane_->idle());
-        if (!now && plan_ == nullptr && phase_ == Phase::Forward) {
-          break;
-        }
-        if (now) {
-          write_back(page);
-        }
-      }
-      to_write_.pop_front();
-    }
+    write_back_queued();
     int64_t room = budget > 0 ? budget - live_bytes() - need_bytes - kSlackBytes : budget;
     int64_t queued = in_lane_->queued_bytes();
     for (const auto& [order, id] : on_host_) {
       Page& page = *managed_.at(id);
-      if (page.prefetch_at >= 0) {
+      if (phase_ == Phase::Forward) {
+        break;
+      }
+      if (is_timed(page)) {
         if (tick_ < page.prefetch_at) {
           break;
         }
       } else {
         const double seconds = in_lane_->seconds_for(queued);
-        if (phase_ == Phase::Forward ||
-            (seconds > 0 ? seconds > kHorizonSeconds : queued > kHorizonBytes)) {
+        if (seconds > 0 ? seconds > kHorizonSeconds : queued > kHorizonBytes) {
           break;
         }
       }
@@ -354,13 +381,6 @@ void Session::stop_lanes() {
   in_lane_->stop();
   Guard guard(*this);
   reap();
-}
-
-void Session::abandon_lanes() {
-  if (out_lane_) {
-    out_lane_->abandon();
-    in_lane_->abandon();
-  }
 }
 
 }  // namespace delta

@@ -162,7 +162,7 @@ struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   int64_t uncounted_bytes = 0;  // see Session::uncounted_bytes_
   Exit exit = Exit::Drop;       // by the policy
   bool planned = false;         // to leave, by the plan
-  bool copy_refused = false;    // no host memory for it
+  int64_t refused_at = -1;      // HostMemory::returns() when there was no host memory for it
   bool fetching = false;        // somebody makes room for it to be swapped in
   bool clean_at_once = true;    // nobody had to wait for its copy
   bool prefetched = false;      // brought back before it was asked for, and not used since

@@ -161,7 +161,7 @@ bool Session::anchor_recipe(Value& root) {
 }
 
 bool Session::drop_page(Page& page) {
-  if (page.candidate < 0 || !options_.drop || page.tickets == 0) {
+  if (page.candidate < 0 || !options_.drop || page.tickets == 0 || page.retry_tick > tick_) {
     return false;
   }
   if (page.strong.use_count() != 1 || !content_unchanged(page) ||
@@ -247,7 +247,8 @@ int64_t Session::make_room(int64_t bytes, bool inside_allocation) {
     const double waited_s =
         std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     guard.lock();
-    counters_.out_stall_seconds += waited_s;
+    (lane == out_lane_.get() ? counters_.out_stall_seconds : counters_.in_stall_seconds) +=
+        waited_s;
   }
   if (inside_allocation) {
     ++counters_.rescues;
@@ -284,7 +285,7 @@ int64_t Session::evict(int64_t bytes, int64_t before, bool inside_allocation,
   std::vector<Scored> order;
   order.reserve(candidates_.size());
   for (Page* page : candidates_) {
-    if (page->retry_tick > tick_ || !is_alone(*page)) {
+    if ((page->retry_tick > tick_ && !options_.swap) || !is_alone(*page)) {
       continue;
     }
     order.push_back({page->weight / static_cast<double>(distance_of(*page)), page});
@@ -302,7 +303,7 @@ int64_t Session::evict(int64_t bytes, int64_t before, bool inside_allocation,
     order.pop_back();
     bool gone = free_clean(*page);
     counters_.clean_evictions += gone && page->clean_at_once ? 1 : 0;
-    if (!gone && page->exit == Exit::Swap && options_.swap && !page->copy_refused) {
+    if (!gone && page->exit == Exit::Swap && options_.swap && !is_refused(*page)) {
       dirty.push_back(page);
       planned_bytes += page->planned ? page->bytes : 0;
       continue;
@@ -332,7 +333,7 @@ int64_t Session::evict(int64_t bytes, int64_t before, bool inside_allocation,
       page->clean_at_once = false;
       coming_bytes += page->bytes;
       coming.push_back(page->copy->transfer);
-    } else if (page->copy_refused && drop_page(*page)) {
+    } else if (is_refused(*page) && drop_page(*page)) {
       freed = before - live_bytes();
     }
   }

@@ -606,7 +606,6 @@ def _forget_after_fork() -> None:
     if runtime is None or not runtime._depth:
         return
     runtime._session.forget_lock()
-    runtime._session.abandon_lanes()
     if threading.get_ident() == runtime._thread:
         runtime._detach()
     else:  # hooks and observer are of a thread that does not exist here

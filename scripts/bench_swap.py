@@ -75,7 +75,7 @@ class Cell:
         recompute_s, stall_s: seconds of the timed step, median.
         swapped_bytes, dropped_bytes: of the timed step, median.
         peak_bytes: the highest of all steps.
-        host_waste: share of the slabs taken that no block was in at the most.
+        host_waste: share of the host memory taken that no block was in at the most.
         rounding_waste: the same if each block were rounded up to a power of two, as torch's pinned allocator does.
     """
 
@@ -193,7 +193,7 @@ class Bench:
             swapped_bytes=statistics.median(t.swapped_in_bytes for t in lasts) if lasts else 0.0,
             dropped_bytes=statistics.median(t.dropped_bytes for t in lasts) if lasts else 0.0,
             peak_bytes=max(peaks, default=0),
-            host_waste=1 - usage["peak_used_bytes"] / max(usage["peak_slab_bytes"], 1),
+            host_waste=1 - usage["peak_used_bytes"] / max(usage["taken_bytes"], 1),
             rounding_waste=1 - float(blocks.sum()) / float(rounded.sum()) if len(blocks) else 0.0,
             failure=failure,
         )

@@ -9,9 +9,8 @@ is not counted here: that is `rehearsal`'s concern.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -77,17 +76,6 @@ def _last_forward_read(graph: StepGraph) -> Ints:
     return last
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The ops during which a swapped page is away: first and one past the last. Empty: it never is."""
-
-    begin: int
-    end: int
-
-
-_NONE_SWAPPED: Mapping[int, Span] = MappingProxyType({})
-
-
 class Cover:
     """The state of the greedy choice: what is dropped, from when to when, and what is still too much.
 
@@ -96,7 +84,6 @@ class Cover:
         budget_bytes: what may be live at any moment.
         recipes: of `graph`.
         kept: rows of `graph.saved` that are not to be dropped.
-        swapped: rows that are swapped, and when each is away.
     """
 
     def __init__(
@@ -105,7 +92,6 @@ class Cover:
         budget_bytes: int,
         recipes: Recipes,
         kept: Set[int] = frozenset(),
-        swapped: Mapping[int, Span] = _NONE_SWAPPED,
     ) -> None:
         self.graph = graph
         self.budget_bytes = budget_bytes
@@ -126,9 +112,6 @@ class Cover:
         self.original_excess = self.excess.copy()
         self.droppable = recipes.possible & (self.own_need > self.begin)
         self.droppable[list(kept)] = False
-        for page, span in swapped.items():
-            self.droppable[page] = False
-            self.excess[span.begin : span.end] -= self.bytes[page]
         self._give_up()
 
     def _give_up(self) -> None:

@@ -12,13 +12,22 @@ counted here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from delta_runtime.decide.cover import Cover, Span
+from delta_runtime.decide.cover import Cover
 from delta_runtime.decide.director import Links
 
 _SPEED_COUNTED_ON = 0.9  # of what the lanes were seen to do
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The ops during which a swapped page is away: first and one past the last. Empty: it never is."""
+
+    begin: int
+    end: int
 
 
 class LaneTimes:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from delta_runtime.core.graph import Floats, StepGraph
-from delta_runtime.decide.cover import EPSILON_S, Cover, Mask, Recipes, Span
-from delta_runtime.decide.lane_times import LaneTimes
+from delta_runtime.decide.cover import EPSILON_S, Cover, Mask, Recipes
+from delta_runtime.decide.lane_times import LaneTimes, Span
 
 _PRICE_OF_LANES = 0.001
 """Seconds counted for each second of a lane that nobody waits for: no copy is quite free."""
