@@ -509,6 +509,8 @@ def test_a_rebuild_does_not_read_what_is_still_on_its_way():
     with runtime.step():
         first, second = _two_pages(x)
         _drop_q_swap_p(runtime)
+        junk = [torch.full((1 << 20,), 7.0) for _ in range(3)]  # over the memory that came free
+        del junk
         small = torch.zeros(2, requires_grad=True)
         small.square().sum().backward()  # a boundary in backward: p is prefetched
         assert runtime.report() and runtime._session.counters()["prefetches"] == 1
