@@ -193,7 +193,9 @@ class Bench:
             swapped_bytes=statistics.median(t.swapped_in_bytes for t in lasts) if lasts else 0.0,
             dropped_bytes=statistics.median(t.dropped_bytes for t in lasts) if lasts else 0.0,
             peak_bytes=max(peaks, default=0),
-            host_waste=1 - usage["peak_used_bytes"] / max(usage["taken_bytes"], 1),
+            host_waste=1 - usage["peak_used_bytes"] / usage["taken_bytes"]
+            if usage["taken_bytes"]
+            else 0.0,
             rounding_waste=1 - float(blocks.sum()) / float(rounded.sum()) if len(blocks) else 0.0,
             failure=failure,
         )
