@@ -650,19 +650,21 @@ void pin(Session& session, PagePtrs& pages, Pins& pins) {
 }  // namespace
 
 c10::Storage Session::rebuild(Page& page) {
+  if (c10::Storage storage = bring_back(page)) {
+    return storage;
+  }
   Plan plan;
   Pins pins;
   c10::intrusive_ptr<Value> root;
   try {
     for (;;) {
-      if (c10::Storage storage = bring_back(page)) {
-        return storage;
-      }
       PagePtrs wanted;
       {
         Guard guard(*this);
         if (page.residency != Residency::Dropped) {
-          continue;  // somebody else made it, or it was swapped out again
+          guard.unlock();  // somebody else made it, and it may have been swapped out again
+          discard(*this, plan, &root);
+          return rebuild(page);
         }
         root = page.current;
         make_plan(*this, *root, plan, wanted);

@@ -247,7 +247,7 @@ void Session::finish_swap_in(Page& page) {
 // Waits until the page is there; returns its storage, which pins it. Empty: it was dropped.
 c10::Storage Session::bring_back(Page& page) {
   bool told = false;
-  const double begin = now_s();
+  double begin = 0;  // read only where there is something to wait for: every unpack comes by here
   for (;;) {
     TransferPtr incoming;
     bool busy = false;
@@ -257,7 +257,6 @@ c10::Storage Session::bring_back(Page& page) {
         finish_swap_in(page);
         if (!told) {
           ++counters_.prefetch_hits;
-          told = true;
         }
         page.prefetched = false;
       }
@@ -277,6 +276,7 @@ c10::Storage Session::bring_back(Page& page) {
         ++(page.residency == Residency::SwappingIn ? counters_.prefetch_late
                                                    : counters_.prefetch_misses);
         told = true;
+        begin = now_s();
       }
       incoming = page.incoming;
       busy = page.fetching;

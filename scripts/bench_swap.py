@@ -5,7 +5,7 @@ ratio of link bytes to compute of real cards (delta_runtime/act/links.py). Train
 at several shares of the activations under several policies, with the pool's capacity at the budget. Every timed step
 has an ordinary one before and after it, in one process, and its ratio is to their mean. Compute runs on one thread, so
 that a second core is left for the copies, as an accelerator has copy engines of its own.
-Takes about 2 hours for everything, 15 minutes for `--models vit`; needs no GPU.
+Takes about a minute for each cell, several where `swap` waits for a slow link: some hours for all 153. Needs no GPU.
 
     python scripts/bench_swap.py [--models vit,gpt,resnet50] [--links pcie3,pcie4,pcie5,c2c]
         [--shares 0.7,0.5,0.35] [--policies swap,recompute,delta,capuchin,auto] [--rounds 1]

@@ -74,12 +74,10 @@ def managed(mode: str, *, seed: int = 0, budget_bytes: int | None = None) -> Ite
 
     if mode == "budget":
         runtime = delta.Runtime(budget_bytes, policy="recompute", min_bytes=0)
-    elif mode in ("drop_all", "random"):
-        policy = dataclasses.replace(get_policy(f"stress_{mode}"), seed=seed)
-        runtime = delta.Runtime(policy=policy, min_bytes=0)
     else:
         policy = dataclasses.replace(get_policy(f"stress_{mode}"), seed=seed)
-        runtime = delta.Runtime(policy=policy, min_bytes=0, host_budget="2GiB")
+        host_budget = "2GiB" if mode in ("swap_all", "mix") else None
+        runtime = delta.Runtime(policy=policy, min_bytes=0, host_budget=host_budget)
     try:
         with runtime:
             yield probe
