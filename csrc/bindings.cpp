@@ -9,9 +9,11 @@
 #include <new>
 
 #include "cpu_pool.h"
+#include "errors.h"
 #include "observer.h"
 #include "replay.h"
 #include "session.h"
+#include "spill_file.h"
 
 namespace py = pybind11;
 
@@ -21,6 +23,7 @@ namespace {
 PyTypeObject* g_ticket_type = nullptr;
 PyObject* g_inplace_error = nullptr;
 PyObject* g_mismatch_error = nullptr;
+PyObject* g_swap_error = nullptr;
 
 struct PyTicket {
   PyObject_HEAD Ticket ticket;
@@ -41,6 +44,8 @@ void set_python_error() {
     PyErr_SetString(g_inplace_error != nullptr ? g_inplace_error : PyExc_RuntimeError, e.what());
   } catch (const RecomputeMismatchError& e) {
     PyErr_SetString(g_mismatch_error != nullptr ? g_mismatch_error : PyExc_RuntimeError, e.what());
+  } catch (const SwapFailedError& e) {
+    PyErr_SetString(g_swap_error != nullptr ? g_swap_error : PyExc_RuntimeError, e.what());
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
   }
@@ -75,7 +80,7 @@ PyObject* py_unpack(PyObject* /*self*/, PyObject* argument) {
   try {
     at::Tensor t;
     // With lanes somebody else may bring it back right now, and need the GIL for that.
-    if (ticket.is_away() || (ticket.session && ticket.session->out_lane_)) {
+    if (ticket.is_away() || (ticket.session && !ticket.session->tiers_.empty())) {
       py::gil_scoped_release no_gil;
       t = ticket.session->unpack(ticket);
     } else {
@@ -152,7 +157,11 @@ py::dict counters_of(const Session& s) {
   d["prefetch_late"] = c.prefetch_late;
   d["prefetch_misses"] = c.prefetch_misses;
   d["prefetch_vain"] = c.prefetch_vain;
-  d["host_refusals"] = c.host_refusals;
+  d["swap_refusals"] = c.swap_refusals;
+  d["failed_writes"] = c.failed_writes;
+  d["failed_reads"] = c.failed_reads;
+  d["lost_pages"] = c.lost_pages;
+  d["swap_error"] = c.swap_error;
   d["out_stall_s"] = c.out_stall_seconds;
   d["in_stall_s"] = c.in_stall_seconds;
   d["clones_on_write"] = c.clones_on_write;
@@ -173,32 +182,34 @@ py::dict counters_of(const Session& s) {
   d["managed_pages"] = s.managed_.size();
   d["managed_resident_bytes"] = s.managed_resident_bytes_;
   d["dropped_now_bytes"] = s.dropped_now_bytes_;
-  d["host_now_bytes"] = s.host_now_bytes_;
+  d["swapped_now_bytes"] = s.swapped_now_bytes_;
   d["known_pages"] = s.pages_.size();
   d["uncounted_bytes"] = s.uncounted_bytes_;
   d["tick"] = s.tick_;
   return d;
 }
 
-py::dict lane_totals_of(const Session& s) {
-  py::dict d;
-  for (const auto& [name, lane] : {std::pair{"out", s.out_lane_.get()}, {"in", s.in_lane_.get()}}) {
-    const LaneTotals t = lane != nullptr ? lane->totals() : LaneTotals();
-    d[name] =
-        py::make_tuple(t.transfers, t.bytes, t.busy_s, lane != nullptr ? lane->queued_bytes() : 0);
+// One dict for each tier below the device, nearest first.
+py::list tiers_of(const Session& s) {
+  const auto lane = [](const Lane& l) {
+    const LaneTotals t = l.totals();
+    return py::make_tuple(t.transfers, t.bytes, t.busy_s, l.queued_bytes());
+  };
+  py::list tiers;
+  for (const auto& tier : s.tiers_) {
+    const StoreUsage u = tier.store->usage();
+    py::dict d;
+    d["tier"] = tier.kind == Tier::Host ? "host" : "disk";
+    d["cap_bytes"] = u.cap_bytes;
+    d["used_bytes"] = u.used_bytes;
+    d["peak_used_bytes"] = u.peak_used_bytes;
+    d["taken_bytes"] = u.taken_bytes;
+    d["refusals"] = u.refusals;
+    d["out"] = lane(*tier.out);
+    d["in"] = lane(*tier.in);
+    tiers.append(d);
   }
-  return d;
-}
-
-py::dict host_usage_of(const Session& s) {
-  const HostUsage u = s.host_ ? s.host_->usage() : HostUsage();
-  py::dict d;
-  d["cap_bytes"] = u.cap_bytes;
-  d["used_bytes"] = u.used_bytes;
-  d["peak_used_bytes"] = u.peak_used_bytes;
-  d["taken_bytes"] = u.taken_bytes;
-  d["refusals"] = u.refusals;
-  return d;
+  return tiers;
 }
 
 // A Python callable that C++ may call at an op boundary, from a thread with or without the GIL.
@@ -252,7 +263,8 @@ void bind_session(py::module_& m) {
   py::class_<Session, c10::intrusive_ptr<Session>>(m, "Session")
       .def(py::init([](const std::string& device, int64_t budget_bytes, int64_t min_bytes,
                        int verify, int stress, uint64_t seed, bool drop, bool swap,
-                       int64_t host_bytes, double link_bytes_per_s) {
+                       int64_t host_bytes, double link_bytes_per_s, int spill_file,
+                       int64_t spill_bytes, bool spill_direct) {
              SessionOptions options;
              options.device = c10::Device(device);
              options.budget_bytes = budget_bytes;
@@ -264,12 +276,17 @@ void bind_session(py::module_& m) {
              options.swap = swap;
              options.host_bytes = host_bytes;
              options.link_bytes_per_s = link_bytes_per_s;
+             options.spill_file = spill_file;
+             options.spill_bytes = spill_bytes;
+             options.spill_direct = spill_direct;
              return c10::make_intrusive<Session>(options);
            }),
            py::kw_only(), py::arg("device") = "cpu", py::arg("budget_bytes") = 0,
            py::arg("min_bytes") = 4096, py::arg("verify") = 1, py::arg("stress") = 0,
            py::arg("seed") = 0, py::arg("drop") = true, py::arg("swap") = false,
-           py::arg("host_bytes") = 0, py::arg("link_bytes_per_s") = 0.0)
+           py::arg("host_bytes") = 0, py::arg("link_bytes_per_s") = 0.0, py::arg("spill_file") = -1,
+           py::arg("spill_bytes") = 0, py::arg("spill_direct") = false,
+           "Owns the descriptor `spill_file`, if it is one, from here on.")
       .def("pack_hook", [](c10::intrusive_ptr<Session> s) { return hook(s, &g_pack_method); })
       .def("unpack_hook", [](c10::intrusive_ptr<Session> s) { return hook(s, &g_unpack_method); })
       .def("enter", &Session::enter)
@@ -279,8 +296,9 @@ void bind_session(py::module_& m) {
           "In a forked child: whoever held the lock does not exist here.")
       .def("stop_lanes", &Session::stop_lanes, py::call_guard<py::gil_scoped_release>(),
            "Ends the lanes' threads; what comes later is copied at once.")
-      .def("lane_totals", &lane_totals_of)
-      .def("host_usage", &host_usage_of)
+      .def("tiers", &tiers_of,
+           "Of each tier below the device: its store, and (transfers, bytes, "
+           "busy seconds, bytes queued) of its two lanes.")
       .def("set_tracing", [](Session& s, bool on) { s.tracing_ = on; })
       .def("take_in_transfers",
            [](Session& s) {
@@ -410,6 +428,9 @@ PYBIND11_MODULE(_C, m) {
       PyErr_SetString(
           delta::g_mismatch_error != nullptr ? delta::g_mismatch_error : PyExc_RuntimeError,
           e.what());
+    } catch (const delta::SwapFailedError& e) {
+      PyErr_SetString(delta::g_swap_error != nullptr ? delta::g_swap_error : PyExc_RuntimeError,
+                      e.what());
     }
   });
   m.doc() = "delta_runtime's extension: observes ops and saved tensors, frees and rebuilds them.";
@@ -435,8 +456,11 @@ PYBIND11_MODULE(_C, m) {
         "Observe every op and do nothing: the floor.");
   m.def("leave_bare_observer", &delta::leave_bare_observer);
   m.def("live_records", &delta::live_records, "Op records alive in this process.");
-  m.def("set_error_types", [](py::object inplace, py::object mismatch) {
+  m.def("preallocate", &delta::preallocate,
+        "Take disk space for the first bytes of a file now; 0 or an errno.");
+  m.def("set_error_types", [](py::object inplace, py::object mismatch, py::object swap) {
     delta::g_inplace_error = inplace.release().ptr();
     delta::g_mismatch_error = mismatch.release().ptr();
+    delta::g_swap_error = swap.release().ptr();
   });
 }

@@ -3,82 +3,89 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <iterator>
+#include <cstring>
 
 namespace delta {
 
-HostBlock::~HostBlock() { owner_->give_back(data_, bytes_, taken_bytes_); }
+class HostBlock : public Block {
+ public:
+  HostBlock(std::shared_ptr<HostMemory> owner, int64_t offset, int64_t bytes)
+      : Block(bytes), owner_(std::move(owner)), offset_(offset) {}
+  ~HostBlock() override { owner_->give_back(offset_, bytes()); }
 
-HostMemory::HostMemory(int64_t cap_bytes) {
-  usage_.cap_bytes = cap_bytes;
+  int write(const void* from, Bounce&) override {
+    std::memcpy(data(), from, static_cast<size_t>(bytes()));
+    return 0;
+  }
+  int read(void* to, Bounce&) override {
+    std::memcpy(to, data(), static_cast<size_t>(bytes()));
+    return 0;
+  }
+
+ private:
+  char* data() const { return owner_->reserved_.begin + offset_; }
+
+  std::shared_ptr<HostMemory> owner_;
+  int64_t offset_;
+};
+
+HostMemory::Reservation HostMemory::Reservation::of(int64_t cap_bytes) {
   constexpr int64_t page = 4096;
   for (int64_t bytes = cap_bytes / page * page; bytes >= page; bytes = bytes / 2 / page * page) {
     void* memory = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory != MAP_FAILED) {
-      begin_ = static_cast<char*>(memory);
-      reserved_bytes_ = bytes;
-      add_hole(begin_, bytes);
-      break;
+      return {static_cast<char*>(memory), bytes};
     }
   }
+  return {};
+}
+
+HostMemory::HostMemory(int64_t cap_bytes)
+    : reserved_(Reservation::of(cap_bytes)), places_(reserved_.bytes, kAlignment) {
+  usage_.cap_bytes = cap_bytes;
 }
 
 HostMemory::~HostMemory() {
-  if (begin_ != nullptr) {
-    munmap(begin_, static_cast<size_t>(reserved_bytes_));
+  if (reserved_.begin != nullptr) {
+    munmap(reserved_.begin, static_cast<size_t>(reserved_.bytes));
   }
 }
 
-void HostMemory::add_hole(char* begin, int64_t bytes) {
-  holes_.emplace(begin, bytes);
-  by_size_.emplace(bytes, begin);
-}
-
-std::unique_ptr<HostBlock> HostMemory::allocate(int64_t bytes) {
-  const int64_t taken = (std::max<int64_t>(bytes, 1) + kAlignment - 1) / kAlignment * kAlignment;
+std::shared_ptr<Block> HostMemory::allocate(int64_t bytes) {
   std::lock_guard<std::mutex> guard(mutex_);
-  const auto best = by_size_.lower_bound({taken, nullptr});
-  if (best == by_size_.end()) {
+  const int64_t offset = retired_ ? -1 : places_.take(bytes);
+  if (offset < 0) {
     ++usage_.refusals;
     return nullptr;
   }
-  const auto [size, begin] = *best;
-  by_size_.erase(best);
-  holes_.erase(begin);
-  if (size > taken) {
-    add_hole(begin + taken, size - taken);
-  }
   usage_.used_bytes += bytes;
   usage_.peak_used_bytes = std::max(usage_.peak_used_bytes, usage_.used_bytes);
-  usage_.taken_bytes = std::max<int64_t>(usage_.taken_bytes, begin + taken - begin_);
-  return std::make_unique<HostBlock>(shared_from_this(), begin, bytes, taken);
+  usage_.taken_bytes = places_.highest_end();
+  return std::make_shared<HostBlock>(shared_from_this(), offset, bytes);
 }
 
-void HostMemory::give_back(char* data, int64_t bytes, int64_t taken_bytes) {
+void HostMemory::give_back(int64_t offset, int64_t bytes) {
   std::lock_guard<std::mutex> guard(mutex_);
   usage_.used_bytes -= bytes;
-  char* begin = data;
-  char* end = data + taken_bytes;
-  auto after = holes_.lower_bound(data);
-  if (after != holes_.end() && after->first == end) {
-    end += after->second;
-    by_size_.erase({after->second, after->first});
-    after = holes_.erase(after);
-  }
-  if (after != holes_.begin()) {
-    const auto before = std::prev(after);
-    if (before->first + before->second == begin) {
-      begin = before->first;
-      by_size_.erase({before->second, before->first});
-      holes_.erase(before);
-    }
-  }
-  add_hole(begin, end - begin);
+  places_.give_back(offset, bytes);
   returns_.fetch_add(1);
+  return_if_empty();
 }
 
-HostUsage HostMemory::usage() const {
+void HostMemory::retire() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  retired_ = true;
+  return_if_empty();
+}
+
+void HostMemory::return_if_empty() {
+  if (retired_ && usage_.used_bytes == 0 && reserved_.begin != nullptr) {
+    madvise(reserved_.begin, static_cast<size_t>(reserved_.bytes), MADV_DONTNEED);
+  }
+}
+
+StoreUsage HostMemory::usage() const {
   std::lock_guard<std::mutex> guard(mutex_);
   return usage_;
 }

@@ -4,9 +4,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
 #include <new>
 #include <system_error>
+#include <tuple>
 
 namespace delta {
 
@@ -14,14 +14,33 @@ using Clock = std::chrono::steady_clock;
 
 namespace {
 
-void copy_now(Transfer& transfer) {
-  std::memcpy(transfer.to, transfer.from, static_cast<size_t>(transfer.bytes));
-  transfer.state.store(Transfer::State::Done, std::memory_order_release);
+void end(Transfer& transfer) {
+  transfer.state.store(transfer.error == 0 ? Transfer::State::Done : Transfer::State::Failed,
+                       std::memory_order_release);
 }
 
 }  // namespace
 
-Lane::Lane(double bytes_per_s) : bytes_per_s_(bytes_per_s), process_(getpid()) {}
+// Time counts from when the link was free, not from when the processor came to it, so that many
+// small copies are as fast together as one large one.
+std::pair<Throttle::Time, Throttle::Time> Throttle::claim(int64_t bytes, Time now) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  const Time begin = std::max(now - std::chrono::microseconds(200), free_at_);
+  free_at_ = begin + std::chrono::duration_cast<Clock::duration>(
+                         std::chrono::duration<double>(seconds_for(bytes)));
+  return {begin, free_at_};
+}
+
+void Lane::copy(Transfer& transfer, Bounce& bounce) {
+  transfer.error = transfer.out ? transfer.block->write(transfer.memory, bounce)
+                                : transfer.block->read(transfer.memory, bounce);
+}
+
+void Lane::copy_now(Transfer& transfer) {
+  Bounce bounce;
+  copy(transfer, bounce);
+  end(transfer);
+}
 
 // Whoever held the mutex or waited at the conditions does not exist in a forked child, and neither
 // does the worker: new ones are put over them.
@@ -40,6 +59,7 @@ void Lane::leave_behind_in_fork() {
 
 void Lane::submit(const TransferPtr& transfer) {
   leave_behind_in_fork();
+  transfer->lane = this;
   {
     std::lock_guard<std::mutex> guard(mutex_);
     if (!stopped_ && !worker_.joinable()) {
@@ -102,8 +122,8 @@ void Lane::stop() {
 }
 
 double Lane::seconds_for(int64_t bytes) const {
-  if (bytes_per_s_ > 0) {
-    return static_cast<double>(bytes) / bytes_per_s_;
+  if (throttle_ && only_link_) {
+    return throttle_->seconds_for(bytes);
   }
   const LaneTotals sum = totals();
   return sum.bytes > 0 ? sum.busy_s * static_cast<double>(bytes) / static_cast<double>(sum.bytes)
@@ -136,28 +156,26 @@ void Lane::work() {
   }
 }
 
-// A throttled copy takes its time from when the lane was free, not from when the processor came to
-// it, so that many small ones are as fast together as one large one.
 void Lane::run(Transfer& transfer) {
-  const auto now = Clock::now();
-  std::memcpy(transfer.to, transfer.from, static_cast<size_t>(transfer.bytes));
-  const auto began = std::max(now - std::chrono::microseconds(200), std::min(free_at_, now));
-  if (bytes_per_s_ > 0) {
-    const std::chrono::duration<double> takes(static_cast<double>(transfer.bytes) / bytes_per_s_);
-    free_at_ = began + std::chrono::duration_cast<Clock::duration>(takes);
-    std::unique_lock<std::mutex> lock(mutex_);
-    submitted_.wait_until(lock, free_at_, [&] { return stopping_; });
-  } else {
-    free_at_ = Clock::now();
+  auto begin = Clock::now();
+  auto end_at = begin;
+  if (throttle_) {
+    std::tie(begin, end_at) = throttle_->claim(transfer.bytes, begin);
   }
-  transfer.begin_s = seconds_of(bytes_per_s_ > 0 ? began : now);
-  transfer.end_s = seconds_of(bytes_per_s_ > 0 ? free_at_ : Clock::now());
+  copy(transfer, bounce_);
+  if (throttle_) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    submitted_.wait_until(lock, end_at, [&] { return stopping_; });
+  }
+  end_at = throttle_ && only_link_ ? end_at : std::max(end_at, Clock::now());
+  transfer.begin_s = seconds_of(begin);
+  transfer.end_s = seconds_of(end_at);
   std::lock_guard<std::mutex> guard(mutex_);
   ++totals_.transfers;
-  totals_.bytes += transfer.bytes;
+  totals_.bytes += transfer.error == 0 ? transfer.bytes : 0;
   totals_.busy_s += transfer.end_s - transfer.begin_s;
   queued_bytes_.fetch_sub(transfer.bytes, std::memory_order_relaxed);
-  transfer.state.store(Transfer::State::Done, std::memory_order_release);
+  end(transfer);
   ended_.notify_all();
 }
 

@@ -329,9 +329,9 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
     open.timed = logging_ || tracing_ || facts.seconds < 0;
     const int64_t need = facts.watermark_bytes >= 0 ? facts.watermark_bytes : input_bytes;
     const bool tight = options_.budget_bytes > 0 && live_bytes() + need > options_.budget_bytes;
-    if (tight || out_lane_ || options_.stress != Stress::None) {
+    if (tight || !tiers_.empty() || options_.stress != Stress::None) {
       guard.unlock();
-      if (out_lane_) {
+      if (!tiers_.empty()) {
         tend_lanes(need);
       }
       if (tight) {
@@ -385,7 +385,7 @@ LoggedOp Session::new_row(const OpInfo& info) {
   row.name_hash = info.name_hash;
   row.tick = tick_;
   row.live_bytes = live_bytes();
-  row.away_bytes = dropped_now_bytes_ + host_now_bytes_;
+  row.away_bytes = dropped_now_bytes_ + swapped_now_bytes_;
   row.phase = static_cast<int64_t>(phase_);
   row.first_input = static_cast<int32_t>(log_inputs_.size());
   log_names_.emplace(info.name_hash, &info);
@@ -452,7 +452,7 @@ void Session::end_op(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs) 
   if (tracing_ && open.timed && trace_.size() < kMostTraceRows) {
     const double begin_s = seconds_of(open.begin);
     trace_.push_back({static_cast<int64_t>(TraceKind::Op), static_cast<int64_t>(info.name_hash),
-                      live_bytes(), dropped_now_bytes_, host_now_bytes_, begin_s,
+                      live_bytes(), dropped_now_bytes_, swapped_now_bytes_, begin_s,
                       begin_s + seconds});
     log_names_.emplace(info.name_hash, &info);
   }

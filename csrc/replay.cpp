@@ -13,6 +13,7 @@
 //  4. In-place ops run on copies, unless the plan itself made the buffer and nothing else needs it.
 //  5. Room is made before each op; that only ever frees, it never starts another rebuild.
 #include "replay.h"
+#include "errors.h"
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
@@ -440,7 +441,7 @@ void make_plan(Session& session, Value& root, Plan& plan, PagePtrs& wanted) {
     if (!slot.storage) {
       Page* home = v.home;
       if (&v == &root || home == nullptr || home->tickets == 0 ||
-          (home->residency != Residency::Host && home->residency != Residency::SwappingIn)) {
+          (home->residency != Residency::Swapped && home->residency != Residency::SwappingIn)) {
         return false;
       }
       const auto known = [&](const auto& page) { return page.get() == home; };

@@ -13,6 +13,7 @@
 
 #include <sstream>
 
+#include "errors.h"
 #include "replay.h"
 #include "session.h"
 
@@ -174,7 +175,7 @@ void Session::resolve(Ticket& ticket, Page* page) {
       }
     }
     add_candidate(*page);
-    if (out_lane_) {
+    if (!tiers_.empty()) {
       to_write_.push_back(page->id);
     }
   }
@@ -238,13 +239,15 @@ void Session::release(Ticket& ticket) {
         case Residency::Dropped:
           dropped_now_bytes_ -= page->bytes;
           break;
-        case Residency::Host:
-          host_now_bytes_ -= page->bytes;
-          on_host_.erase({page->return_order, page->id});
+        case Residency::Swapped:
+          swapped_now_bytes_ -= page->bytes;
+          swapped_.erase({page->return_order, page->id});
           break;
         case Residency::SwappingIn:
           swapping_in_bytes_ -= page->bytes;
           page->incoming.reset();
+          break;
+        case Residency::Lost:
           break;
       }
       forget_copy(*page);
@@ -260,7 +263,7 @@ void Session::release(Ticket& ticket) {
       thread_trash().take(std::move(page->strong));
       page->strong = c10::Storage();
     }
-    if (out_lane_) {
+    if (!tiers_.empty()) {
       reap();
     }
     // The last owner of a page may be this ticket; the chain of records behind it dies under the
@@ -311,7 +314,7 @@ Exit Session::default_exit(const Page& page) const {
     return options_.swap ? Exit::Swap : Exit::Drop;
   }
   const double again_s = page.current->producer ? page.current->producer->seconds : 1;
-  return again_s < in_lane_->seconds_for(page.bytes) ? Exit::Drop : Exit::Swap;
+  return again_s < seconds_in_for(page.bytes) ? Exit::Drop : Exit::Swap;
 }
 
 double Session::default_weight(const Page& page) const {

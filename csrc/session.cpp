@@ -43,10 +43,7 @@ c10::intrusive_ptr<Session> entered_session() {
 
 Session::Session(SessionOptions options) : options_(options), random_(options.seed) {
   if (options_.swap) {
-    TORCH_CHECK(options_.device.is_cpu(), "swapping has lanes for the CPU device only");
-    out_lane_ = std::make_unique<Lane>(options_.link_bytes_per_s);
-    in_lane_ = std::make_unique<Lane>(options_.link_bytes_per_s);
-    host_ = std::make_shared<HostMemory>(options_.host_bytes);
+    open_tiers();
   }
 }
 
@@ -77,7 +74,7 @@ void Session::leave() {
   }
   at::removeCallback(callback_);
   entered_ = false;
-  if (out_lane_) {
+  if (!tiers_.empty()) {
     Guard guard(*this);
     reap();
   }

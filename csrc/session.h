@@ -27,6 +27,8 @@
 #include <unordered_set>
 #include <vector>
 
+#include "lanes.h"
+#include "store.h"
 #include "values.h"
 
 namespace delta {
@@ -86,8 +88,11 @@ struct SessionOptions {
   uint64_t seed = 0;
   bool drop = true;             // pages may be dropped
   bool swap = false;            // pages may be swapped
-  int64_t host_bytes = 0;       // most host memory to swap to
-  double link_bytes_per_s = 0;  // throttle of each lane; 0: none
+  int64_t host_bytes = 0;       // most host memory to swap to; 0: no such tier
+  double link_bytes_per_s = 0;  // throttle of each direction; 0: none
+  int spill_file = -1;          // descriptor of the file to swap to, behind host memory; -1: none
+  int64_t spill_bytes = 0;      // most of it
+  bool spill_direct = false;    // it is opened with O_DIRECT
 
   bool evicts() const { return drop || swap; }
 };
@@ -146,13 +151,17 @@ struct Counters {
   int64_t clean_evictions = 0;  // of these, at once: the copy was there already
   int64_t swap_ins = 0;
   int64_t swapped_in_bytes = 0;
-  int64_t written_back_bytes = 0;  // copied to the host, used or not
+  int64_t written_back_bytes = 0;  // copied to a tier below, used or not
   int64_t prefetches = 0;
   int64_t prefetch_hits = 0;    // there when asked for
   int64_t prefetch_late = 0;    // on the way when asked for
   int64_t prefetch_misses = 0;  // not asked for yet
   int64_t prefetch_vain = 0;    // evicted again before they were used
-  int64_t host_refusals = 0;    // pages that host memory had no room for
+  int64_t swap_refusals = 0;    // pages that no tier had room for
+  int64_t failed_writes = 0;    // copies to the disk that failed
+  int64_t failed_reads = 0;     // copies from the disk that failed
+  int64_t lost_pages = 0;       // of these, without a recipe either
+  int swap_error = 0;           // errno of the first of them
   double out_stall_seconds = 0;
   double in_stall_seconds = 0;
   int64_t boundary_evictions = 0;
@@ -182,7 +191,7 @@ struct TraceRow {
   int64_t name;           // of an op: hash of its name; else key of the value
   int64_t bytes;          // of a copy; of an op: live at its end
   int64_t dropped_bytes;  // at the end of an op
-  int64_t host_bytes;     // of pages without a device copy, then
+  int64_t swapped_bytes;  // of pages whose only copy is in a tier below, then
   double begin_s;         // by the steady clock
   double end_s;
 };
@@ -265,6 +274,16 @@ class SpinLock {
 
 using ToClone = std::vector<c10::intrusive_ptr<Value>>;
 
+// A tier below the device: where copies lie, and the way there and back.
+struct SwapTier {
+  Tier kind = Tier::Host;
+  std::shared_ptr<Store> store;
+  std::unique_ptr<Lane> out;
+  std::unique_ptr<Lane> in;
+  std::deque<TransferPtr> flying_out;  // submitted, in order; reap() takes their ends
+  std::deque<TransferPtr> flying_in;
+};
+
 struct Session : c10::intrusive_ptr_target {
   explicit Session(SessionOptions options);
   ~Session() override;
@@ -310,9 +329,11 @@ struct Session : c10::intrusive_ptr_target {
   void stress_boundary();
 
   // --- swap.cpp
+  void open_tiers();
   void tend_lanes(int64_t need_bytes);  // at an op boundary
   void write_back_queued();             // under the lock
   bool reap();                          // under the lock: takes in what the lanes have finished
+  int64_t returns() const;              // blocks that have come back to any tier
   bool is_refused(const Page& page) const;
   bool can_write_back(Page& page) const;
   bool write_back(Page& page);  // under the lock; false: it cannot be
@@ -325,6 +346,11 @@ struct Session : c10::intrusive_ptr_target {
   c10::Storage bring_back(Page& page);
   bool begin_swap_in(Page& page, bool prefetch);
   void finish_swap_in(Page& page);  // under the lock
+  void fail_swap_in(Page& page);    // under the lock
+  Lane& lane_in_of(const Page& page) const;
+  double seconds_in_for(int64_t bytes) const;  // from the nearest tier; 0: not known yet
+  void end_transfer(Transfer& transfer);       // under the lock
+  void note_failure(int64_t& count, int error);
   void stop_lanes();
 
   // --- replay.cpp
@@ -424,15 +450,10 @@ struct Session : c10::intrusive_ptr_target {
   int64_t pump_interval_ticks_ = 64;
   bool pumping_ = false;
 
-  // Swapping; null where the policy does not.
-  std::unique_ptr<Lane> out_lane_;
-  std::unique_ptr<Lane> in_lane_;
-  std::shared_ptr<HostMemory> host_;
-  std::deque<TransferPtr> flying_out_;  // submitted, in order; reap() takes their ends
-  std::deque<TransferPtr> flying_in_;
+  std::vector<SwapTier> tiers_;                    // nearest first; empty: the policy swaps nothing
   std::deque<int64_t> to_write_;                   // pages packed and not written back yet, by id
-  std::set<std::pair<int64_t, int64_t>> on_host_;  // (order of return, page id)
-  int64_t host_now_bytes_ = 0;                     // of pages without a device copy
+  std::set<std::pair<int64_t, int64_t>> swapped_;  // (order of return, page id)
+  int64_t swapped_now_bytes_ = 0;                  // of these pages
   int64_t swapping_in_bytes_ = 0;
   double early_write_back_ = 0.5;  // share of the budget from which unplanned pages are written
   bool tracing_ = false;

@@ -1,7 +1,7 @@
-// Swapping: pages whose bytes wait in host memory.
+// Swapping: pages whose bytes wait in host memory, or on disk.
 //
 // Note: clean pages
-//  1. A page is clean when a finished copy of its present content lies in host memory: its device
+//  1. A page is clean when a finished copy of its present content lies in a tier below: its device
 //     copy can be freed at once. Copies are made early, while the lane is idle or as the plan says,
 //     but only of pages that nobody else holds: who holds a tensor may write to it, and not every
 //     write can be seen.
@@ -10,14 +10,21 @@
 //     at when the device copy is freed, never only when the copy was made.
 //  3. Copying begins at op boundaries, never inside pack: some ops save what they fill later.
 //  4. A page in flight is held by its transfer; its bytes leave the account when the lane is done.
-//  5. What came back keeps its copy, and stays clean, until its last ticket goes or host memory
-//     runs short.
+//  5. What came back keeps its copy, and stays clean, until its last ticket goes or the tier runs
+//     short.
 //  6. Nothing waits for a lane under the session's lock.
+//  7. A copy goes to the nearest tier that has room. One that could not be written is none, and its
+//     page is still there. One that cannot be read is replaced by running the recipe.
 #include <c10/core/impl/COW.h>
 
+#include <cstring>
+
 #include "cpu_pool.h"
+#include "errors.h"
+#include "host_memory.h"
 #include "replay.h"
 #include "session.h"
+#include "spill_file.h"
 
 namespace delta {
 namespace {
@@ -31,6 +38,58 @@ double now_s() { return seconds_of(std::chrono::steady_clock::now()); }
 
 }  // namespace
 
+void Session::open_tiers() {
+  TORCH_CHECK(options_.device.is_cpu(), "swapping has lanes for the CPU device only");
+  const bool spills = options_.spill_file >= 0;
+  const int64_t bounce_bytes = spills && options_.spill_direct ? 2 * Bounce::kBytes : 0;
+  std::shared_ptr<Throttle> links[2];
+  if (options_.link_bytes_per_s > 0) {
+    for (auto& link : links) {
+      link = std::make_shared<Throttle>(options_.link_bytes_per_s);
+    }
+  }
+  const auto add = [&](Tier kind, std::shared_ptr<Store> store) {
+    SwapTier tier;
+    tier.kind = kind;
+    tier.store = std::move(store);
+    tier.out = std::make_unique<Lane>(links[0], kind == Tier::Host);
+    tier.in = std::make_unique<Lane>(links[1], kind == Tier::Host);
+    tiers_.push_back(std::move(tier));
+  };
+  if (options_.host_bytes > 0) {
+    add(Tier::Host,
+        std::make_shared<HostMemory>(std::max<int64_t>(0, options_.host_bytes - bounce_bytes)));
+  } else {
+    uncounted_bytes_ = bounce_bytes;  // there is no host memory but the device's own
+  }
+  if (spills) {
+    add(Tier::Disk, std::make_shared<SpillFile>(options_.spill_file, options_.spill_bytes,
+                                                options_.spill_direct));
+  }
+  TORCH_CHECK(!tiers_.empty(), "swapping needs a tier below the device");
+}
+
+int64_t Session::returns() const {
+  int64_t sum = 0;
+  for (const auto& tier : tiers_) {
+    sum += tier.store->returns();
+  }
+  return sum;
+}
+
+Lane& Session::lane_in_of(const Page& page) const { return *tiers_[page.copy->tier].in; }
+
+double Session::seconds_in_for(int64_t bytes) const {
+  return tiers_.front().in->seconds_for(bytes);
+}
+
+// Lets go of both ends, when it has ended.
+void Session::end_transfer(Transfer& transfer) {
+  thread_trash().take(std::move(transfer.device));
+  transfer.device = c10::Storage();
+  transfer.block.reset();
+}
+
 // ---------------------------------------------------------------- out
 
 bool Session::is_alone(const Page& page) const {
@@ -38,15 +97,15 @@ bool Session::is_alone(const Page& page) const {
   return page.strong.use_count() == (flying ? 2 : 1);
 }
 
-// Whether there was no host memory for it, and none has come free since.
+// Whether no tier had room for it, and nothing has come free since.
 bool Session::is_refused(const Page& page) const {
-  return page.refused_at >= 0 && page.refused_at == host_->returns();
+  return page.refused_at >= 0 && page.refused_at == returns();
 }
 
 bool Session::can_write_back(Page& page) const {
-  return out_lane_ && page.candidate >= 0 && page.tickets > 0 && !page.copy && !is_refused(page) &&
-         page.strong.use_count() == 1 && !page.being_written && content_unchanged(page) &&
-         static_cast<int64_t>(page.strong.nbytes()) == page.bytes &&
+  return !tiers_.empty() && page.candidate >= 0 && page.tickets > 0 && !page.copy &&
+         !is_refused(page) && page.strong.use_count() == 1 && !page.being_written &&
+         content_unchanged(page) && static_cast<int64_t>(page.strong.nbytes()) == page.bytes &&
          !c10::impl::cow::is_cow_data_ptr(page.strong.data_ptr()) &&
          cpu_pool::owns(page.strong.data_ptr());
 }
@@ -62,10 +121,8 @@ void Session::forget_copy(Page& page) {
     return;
   }
   Transfer& transfer = *page.copy->transfer;
-  if (out_lane_->cancel(transfer)) {
-    thread_trash().take(std::move(transfer.device));
-    transfer.device = c10::Storage();
-    transfer.host.reset();
+  if (transfer.lane->cancel(transfer)) {
+    end_transfer(transfer);
   }  // else it runs to its end, and reap() lets its ends go
   page.copy.reset();
 }
@@ -77,36 +134,48 @@ bool Session::write_back(Page& page) {
   if (!can_write_back(page)) {
     return page.copy != nullptr;
   }
-  std::shared_ptr<HostBlock> block = host_->allocate(page.bytes);
-  if (!block) {
+  std::shared_ptr<Block> block;
+  size_t place = 0;
+  for (; place < tiers_.size() && !block; ++place) {
+    Store& store = *tiers_[place].store;
+    block = store.allocate(page.bytes);
+    if (block) {
+      break;
+    }
     for (Page* other : candidates_) {  // what came back can do without its copy
-      if (other->copy && other->copy->transfer->ended() && other->frees > 0) {
+      if (other->copy && other->copy->tier == place && other->copy->transfer->ended() &&
+          other->frees > 0) {
         forget_copy(*other);
       }
     }
-    block = host_->allocate(page.bytes);
+    block = store.allocate(page.bytes);
+    if (block) {
+      break;
+    }
   }
   if (!block) {
-    page.refused_at = host_->returns();
-    ++counters_.host_refusals;
+    page.refused_at = returns();
+    ++counters_.swap_refusals;
     return false;
   }
+  SwapTier& tier = tiers_[place];
   auto transfer = c10::make_intrusive<Transfer>();
-  transfer->to = block->data();
-  transfer->from = page.strong.data();
+  transfer->out = true;
+  transfer->memory = const_cast<void*>(page.strong.data());
   transfer->bytes = page.bytes;
   transfer->key = page.current->key;
   transfer->page = page.id;
   transfer->device = page.strong;
-  transfer->host = block;
-  page.copy = c10::make_intrusive<HostCopy>();
+  transfer->block = block;
+  page.copy = c10::make_intrusive<SwapCopy>();
+  page.copy->tier = place;
   page.copy->block = std::move(block);
   page.copy->transfer = transfer;
   page.copy->epoch = page.epoch;
   page.copy->version = page.version;
   counters_.written_back_bytes += page.bytes;
-  flying_out_.push_back(transfer);
-  out_lane_->submit(transfer);
+  tier.flying_out.push_back(transfer);
+  tier.out->submit(transfer);
   return true;
 }
 
@@ -116,16 +185,17 @@ bool Session::free_clean(Page& page) {
     return false;
   }
   remove_candidate(page);
-  page.residency = Residency::Host;
+  page.residency = Residency::Swapped;
   ++page.frees;
   counters_.prefetch_vain += page.prefetched ? 1 : 0;
   page.prefetched = false;
-  host_now_bytes_ += page.bytes;
+  swapped_now_bytes_ += page.bytes;
   ++counters_.swap_outs;
   counters_.swapped_out_bytes += page.bytes;
-  emit(EventKind::SwappedOut, &page, page.bytes, 0, page.current->key);
+  emit(EventKind::SwappedOut, &page, page.bytes, 0, page.current->key,
+       static_cast<int>(tiers_[page.copy->tier].kind));
   page.return_order = return_order(page);
-  on_host_.emplace(page.return_order, page.id);
+  swapped_.emplace(page.return_order, page.id);
   page.strong.unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(nullptr, options_.device));
   return true;
 }
@@ -133,33 +203,47 @@ bool Session::free_clean(Page& page) {
 // Takes the ends of finished transfers from them, so that no worker is ever the last owner of a
 // storage, and makes pages that have come back resident.
 bool Session::reap() {
-  const size_t before = flying_out_.size() + flying_in_.size();
+  bool ended = false;
   const auto row = [&](const Transfer& t, TraceKind kind) {
     if (tracing_ && t.done()) {
       trace_.push_back({static_cast<int64_t>(kind), t.key, t.bytes, 0, 0, t.begin_s, t.end_s});
     }
   };
-  while (!flying_out_.empty() && flying_out_.front()->ended()) {
-    Transfer& t = *flying_out_.front();
-    row(t, TraceKind::CopyOut);
-    thread_trash().take(std::move(t.device));
-    t.device = c10::Storage();
-    t.host.reset();
-    flying_out_.pop_front();
-  }
-  while (!flying_in_.empty() && flying_in_.front()->ended()) {
-    Transfer& t = *flying_in_.front();
-    row(t, TraceKind::CopyIn);
-    auto page = managed_.find(t.page);
-    if (page != managed_.end() && page->second->incoming.get() == &t) {
-      finish_swap_in(*page->second);
+  for (auto& tier : tiers_) {
+    for (; !tier.flying_out.empty() && tier.flying_out.front()->ended(); ended = true) {
+      Transfer& t = *tier.flying_out.front();
+      row(t, TraceKind::CopyOut);
+      if (t.failed()) {
+        tier.store->fail();
+        note_failure(counters_.failed_writes, t.error);
+        const auto page = managed_.find(t.page);
+        if (page != managed_.end() && page->second->copy &&
+            page->second->copy->transfer.get() == &t) {
+          page->second->copy.reset();
+        }
+      }
+      end_transfer(t);
+      tier.flying_out.pop_front();
     }
-    thread_trash().take(std::move(t.device));
-    t.device = c10::Storage();
-    t.host.reset();
-    flying_in_.pop_front();
+    for (; !tier.flying_in.empty() && tier.flying_in.front()->ended(); ended = true) {
+      Transfer& t = *tier.flying_in.front();
+      row(t, TraceKind::CopyIn);
+      const auto page = managed_.find(t.page);
+      if (page != managed_.end() && page->second->incoming.get() == &t) {
+        finish_swap_in(*page->second);
+      }
+      end_transfer(t);
+      tier.flying_in.pop_front();
+    }
   }
-  return flying_out_.size() + flying_in_.size() < before;
+  return ended;
+}
+
+void Session::note_failure(int64_t& count, int error) {
+  ++count;
+  if (counters_.swap_error == 0) {
+    counters_.swap_error = error;
+  }
 }
 
 // ---------------------------------------------------------------- in
@@ -185,7 +269,7 @@ int64_t Session::return_order(Page& page) const {
 bool Session::begin_swap_in(Page& page, bool prefetch) {
   {
     Guard guard(*this);
-    if (page.residency != Residency::Host || page.fetching) {
+    if (page.residency != Residency::Swapped || page.fetching) {
       return false;
     }
     page.fetching = true;
@@ -209,30 +293,34 @@ bool Session::begin_swap_in(Page& page, bool prefetch) {
   auto transfer = c10::make_intrusive<Transfer>();
   Guard guard(*this);
   page.fetching = false;
-  if (page.tickets == 0 || page.residency != Residency::Host) {
+  if (page.tickets == 0 || page.residency != Residency::Swapped) {
     thread_trash().take(std::move(storage));
     return false;
   }
-  transfer->to = storage.mutable_data();
-  transfer->from = page.copy->block->data();
+  SwapTier& tier = tiers_[page.copy->tier];
+  transfer->memory = storage.mutable_data();
   transfer->bytes = page.bytes;
   transfer->key = page.current->key;
   transfer->page = page.id;
   transfer->device = storage;
-  transfer->host = page.copy->block;
+  transfer->block = page.copy->block;
   rehome(page, storage);
   page.residency = Residency::SwappingIn;
   page.prefetched = prefetch;
   page.incoming = transfer;
-  on_host_.erase({page.return_order, page.id});
-  host_now_bytes_ -= page.bytes;
+  swapped_.erase({page.return_order, page.id});
+  swapped_now_bytes_ -= page.bytes;
   swapping_in_bytes_ += page.bytes;
-  flying_in_.push_back(transfer);
-  in_lane_->submit(transfer);
+  tier.flying_in.push_back(transfer);
+  tier.in->submit(transfer);
   return true;
 }
 
 void Session::finish_swap_in(Page& page) {
+  if (page.incoming->failed()) {
+    fail_swap_in(page);
+    return;
+  }
   const double seconds = page.incoming->end_s - page.incoming->begin_s;
   page.incoming.reset();
   page.residency = Residency::Resident;
@@ -244,6 +332,29 @@ void Session::finish_swap_in(Page& page) {
   emit(EventKind::SwappedIn, &page, page.bytes, seconds, page.current->key);
 }
 
+// The copy below could not be read: from here on the page is one that was dropped, if it has a
+// recipe that still holds.
+void Session::fail_swap_in(Page& page) {
+  note_failure(counters_.failed_reads, page.incoming->error);
+  page.incoming.reset();
+  page.prefetched = false;
+  page.copy.reset();
+  swapping_in_bytes_ -= page.bytes;
+  page.strong.unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(nullptr, options_.device));
+  if (page.current->anchor || !anchor_recipe(*page.current)) {
+    page.residency = Residency::Lost;
+    ++counters_.lost_pages;
+    return;
+  }
+  emit(EventKind::SwappedIn, &page, page.bytes, 0, page.current->key);
+  page.residency = Residency::Dropped;
+  page.rebuilt = false;
+  dropped_now_bytes_ += page.bytes;
+  ++counters_.drops;
+  counters_.dropped_bytes += page.bytes;
+  emit(EventKind::Dropped, &page, page.bytes, 0, page.current->key);
+}
+
 // Waits until the page is there; returns its storage, which pins it. Empty: it was dropped.
 c10::Storage Session::bring_back(Page& page) {
   bool told = false;
@@ -253,15 +364,24 @@ c10::Storage Session::bring_back(Page& page) {
     bool busy = false;
     {
       Guard guard(*this);
-      if (page.incoming && page.incoming->done()) {
+      if (page.incoming && page.incoming->ended()) {
         finish_swap_in(page);
-        if (!told) {
+        if (!told && page.residency == Residency::Resident) {
           ++counters_.prefetch_hits;
         }
         page.prefetched = false;
       }
       if (page.tickets == 0) {
         return {};  // let go of meanwhile
+      }
+      if (page.residency == Residency::Lost) {
+        throw SwapFailedError(
+            "delta_runtime: a saved tensor of " + std::to_string(page.bytes) +
+            " bytes was swapped to disk and cannot be read any more (" +
+            std::strerror(counters_.swap_error) +
+            "), and it cannot be recomputed either. Gradients of this backward are incomplete; "
+            "weights and optimizer state are as they were. Run the step again without disk_budget "
+            "and spill_dir, or with another spill_dir.");
       }
       if (page.residency == Residency::Resident || page.residency == Residency::Dropped) {
         if (page.prefetched && !told) {
@@ -282,7 +402,7 @@ c10::Storage Session::bring_back(Page& page) {
       busy = page.fetching;
     }
     if (incoming) {
-      in_lane_->wait(*incoming);
+      incoming->lane->wait(*incoming);
     } else if (busy) {
       std::this_thread::yield();
     } else {
@@ -301,13 +421,15 @@ void Session::write_back_queued() {
   const bool early =
       budget > 0 && phase_ == Phase::Forward &&
       static_cast<double>(live_bytes()) > early_write_back_ * static_cast<double>(budget);
+  const bool idle = std::all_of(tiers_.begin(), tiers_.end(),
+                                [](const SwapTier& tier) { return tier.out->idle(); });
   std::vector<int64_t> later;
   for (size_t looked = 0; !to_write_.empty() && looked < most_looked_at; ++looked) {
     const auto found = managed_.find(to_write_.front());
     Page* page = found != managed_.end() ? found->second : nullptr;
     const bool wanted = page != nullptr && page->exit == Exit::Swap && !page->copy &&
                         (plan_ == nullptr || page->planned);
-    if (wanted && plan_ == nullptr && !(early && out_lane_->idle())) {
+    if (wanted && plan_ == nullptr && !(early && idle)) {
       break;
     }
     to_write_.pop_front();
@@ -328,27 +450,36 @@ void Session::tend_lanes(int64_t need_bytes) {
     reap();
     write_back_queued();
     int64_t room = budget > 0 ? budget - live_bytes() - need_bytes - kSlackBytes : budget;
-    int64_t queued = in_lane_->queued_bytes();
-    for (const auto& [order, id] : on_host_) {
+    c10::SmallVector<int64_t, 2> queued;
+    for (const auto& tier : tiers_) {
+      queued.push_back(tier.in->queued_bytes());
+    }
+    size_t busy = 0;  // a bit for each tier
+    for (const auto& [order, id] : swapped_) {
       Page& page = *managed_.at(id);
-      if (phase_ == Phase::Forward) {
+      const size_t tier = page.copy->tier;
+      if (phase_ == Phase::Forward || busy + 1 == size_t{1} << tiers_.size()) {
         break;
+      }
+      if ((busy >> tier & 1) != 0) {
+        continue;
       }
       if (is_timed(page)) {
         if (tick_ < page.prefetch_at) {
           break;
         }
       } else {
-        const double seconds = in_lane_->seconds_for(queued);
-        if (seconds > 0 ? seconds > kHorizonSeconds : queued > kHorizonBytes) {
-          break;
+        const double seconds = lane_in_of(page).seconds_for(queued[tier]);
+        if (seconds > 0 ? seconds > kHorizonSeconds : queued[tier] > kHorizonBytes) {
+          busy |= size_t{1} << tier;
+          continue;
         }
       }
       if (page.bytes > room) {
         break;
       }
       room -= page.bytes;
-      queued += page.bytes;
+      queued[tier] += page.bytes;
       wanted.push_back(c10::intrusive_ptr<Page>::reclaim_copy(&page));
     }
   }
@@ -364,21 +495,21 @@ void Session::tend_lanes(int64_t need_bytes) {
 }
 
 void Session::stop_lanes() {
-  if (!out_lane_) {
-    return;
-  }
   {
     Guard guard(*this);
-    for (const auto& transfer : flying_out_) {
-      if (out_lane_->cancel(*transfer)) {  // nothing will be evicted any more
-        thread_trash().take(std::move(transfer->device));
-        transfer->device = c10::Storage();
-        transfer->host.reset();
+    for (auto& tier : tiers_) {
+      for (const auto& transfer : tier.flying_out) {
+        if (tier.out->cancel(*transfer)) {  // nothing will be evicted any more
+          end_transfer(*transfer);
+        }
       }
     }
   }
-  out_lane_->stop();
-  in_lane_->stop();
+  for (auto& tier : tiers_) {
+    tier.out->stop();
+    tier.in->stop();
+    tier.store->retire();
+  }
   Guard guard(*this);
   reap();
 }

@@ -125,14 +125,21 @@ struct OpRecord : c10::intrusive_ptr_target, Pooled<OpRecord> {
   ~OpRecord() override;
 };
 
-enum class Residency : uint8_t { Resident, Dropped, Host, SwappingIn };
+enum class Residency : uint8_t {
+  Resident,
+  Dropped,
+  Swapped,     // in a tier below: see Page::copy
+  SwappingIn,  // on the way back
+  Lost,        // its copy could not be read, and it has no recipe
+};
 
 // How a page leaves device memory.
 enum class Exit : int8_t { Drop = 0, Swap = 1 };
 
-// The bytes of a page in host memory, or on the way there.
-struct HostCopy : c10::intrusive_ptr_target {
-  std::shared_ptr<HostBlock> block;
+// The bytes of a page in a tier below the device, or on the way there.
+struct SwapCopy : c10::intrusive_ptr_target {
+  size_t tier = 0;  // index into Session::tiers_
+  std::shared_ptr<Block> block;
   TransferPtr transfer;
   uint64_t epoch = 0;    // the page's, when the copy began
   int64_t version = -1;  // the page's, then
@@ -162,15 +169,15 @@ struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   int64_t uncounted_bytes = 0;  // see Session::uncounted_bytes_
   Exit exit = Exit::Drop;       // by the policy
   bool planned = false;         // to leave, by the plan
-  int64_t refused_at = -1;      // HostMemory::returns() when there was no host memory for it
+  int64_t refused_at = -1;      // Session::returns() when no tier had room for it
   bool fetching = false;        // somebody makes room for it to be swapped in
   bool clean_at_once = true;    // nobody had to wait for its copy
   bool prefetched = false;      // brought back before it was asked for, and not used since
   uint64_t epoch = 0;           // moves on with each new content
   int64_t prefetch_at = -1;     // tick at which it is to come back; -1: not planned
-  int64_t return_order = 0;     // its place in Session::on_host_
-  int32_t frees = 0;            // times that its device copy went to the host
-  c10::intrusive_ptr<HostCopy> copy;
+  int64_t return_order = 0;     // its place in Session::swapped_
+  int32_t frees = 0;            // times that its device copy went, and the one below stayed
+  c10::intrusive_ptr<SwapCopy> copy;
   TransferPtr incoming;       // while SwappingIn
   int64_t reason_step = -1;   // step in which its kept bytes were counted last
   uint64_t hash[2] = {0, 0};  // of the content, with verify="always"

@@ -221,9 +221,13 @@ int64_t Session::make_room(int64_t bytes, bool inside_allocation) {
   Guard guard(*this);
   const int64_t before = live_bytes();
   int64_t freed = 0;
+  size_t flying_in = 0;
+  for (const auto& tier : tiers_) {
+    flying_in += tier.flying_in.size();
+  }
   // A wait frees at least one page, unless somebody writes to it at that very moment.
-  for (size_t turn = 0, most = candidates_.size() + flying_in_.size() + 8; turn < most; ++turn) {
-    if (out_lane_ && reap()) {
+  for (size_t turn = 0, most = candidates_.size() + flying_in + 8; turn < most; ++turn) {
+    if (reap()) {
       guard
           .unlock();  // what the transfers held is let go there: until then their pages are exposed
       guard.lock();
@@ -233,22 +237,22 @@ int64_t Session::make_room(int64_t bytes, bool inside_allocation) {
     if (freed >= bytes) {
       break;
     }
-    Lane* lane = out_lane_.get();
-    if (coming.empty() && !flying_in_.empty()) {
-      coming.push_back(flying_in_.front());  // once it is there it can go again
-      lane = in_lane_.get();
+    for (auto& tier : tiers_) {
+      if (coming.empty() && !tier.flying_in.empty()) {
+        coming.push_back(tier.flying_in.front());  // once it is there it can go again
+      }
     }
     if (coming.empty()) {
       break;
     }
     guard.unlock();
     const auto begin = std::chrono::steady_clock::now();
-    lane->wait(*coming.front());
+    Transfer& first = *coming.front();
+    first.lane->wait(first);
     const double waited_s =
         std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     guard.lock();
-    (lane == out_lane_.get() ? counters_.out_stall_seconds : counters_.in_stall_seconds) +=
-        waited_s;
+    (first.out ? counters_.out_stall_seconds : counters_.in_stall_seconds) += waited_s;
   }
   if (inside_allocation) {
     ++counters_.rescues;
@@ -384,7 +388,7 @@ void Session::stress_boundary() {
     return;
   }
   std::vector<c10::intrusive_ptr<Page>> back;
-  for (const auto& [order, id] : on_host_) {
+  for (const auto& [order, id] : swapped_) {
     if (options_.stress == Stress::RandomMix && random_() % 8 == 0) {
       back.push_back(c10::intrusive_ptr<Page>::reclaim_copy(managed_.at(id)));
     }
@@ -394,7 +398,7 @@ void Session::stress_boundary() {
       auto transfer = page->copy ? page->copy->transfer : nullptr;
       guard.unlock();
       if (transfer) {
-        out_lane_->wait(*transfer);
+        transfer->lane->wait(*transfer);
       }
       guard.lock();
     }

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         DeltaError,
         InplaceModification,
         RecomputeMismatch,
+        SwapFailed,
         UsageError,
     )
     from delta_runtime.core.graph import StepGraph
@@ -38,6 +39,7 @@ __all__ = [
     "Runtime",
     "StepGraph",
     "StepReport",
+    "SwapFailed",
     "UsageError",
     "cpu_pool",
     "disable",
@@ -49,6 +51,7 @@ _HOME = {
     "DeltaError": "core.errors",
     "InplaceModification": "core.errors",
     "RecomputeMismatch": "core.errors",
+    "SwapFailed": "core.errors",
     "UsageError": "core.errors",
     "StepGraph": "core.graph",
     "StepReport": "report.step_report",

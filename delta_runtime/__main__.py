@@ -294,13 +294,32 @@ def _find_tiers(torch: ModuleType | None) -> list[Finding]:
         findings += _measure_link(torch)
     else:
         findings.append(
-            Finding("host tier", "needs an accelerator; here recomputing does the work")
+            Finding("host tier", "needs an accelerator; host_budget makes the CPU stand in for one")
         )
     findings.append(Finding("memory copy", _measure_memory_copy()))
     folder = tempfile.gettempdir()
     disk = shutil.disk_usage(folder)
     text = f"{format_bytes(disk.free)} free of {format_bytes(disk.total)} in {folder}"
     findings.append(Finding("disk tier", text + _file_system_text(folder)))
+    findings += _measure_disk(folder)
+    return findings
+
+
+def _measure_disk(folder: str, total_bytes: int = 64 * 1024**2) -> list[Finding]:
+    """Bytes written and read per second with O_DIRECT, which is the disk's speed, and without."""
+    try:
+        from delta_runtime.act.spill import measure_disk
+    except Exception as error:  # no extension: told above
+        return [Finding("disk speed", f"unknown: {error}")]
+    findings = []
+    for direct, label in ((True, "disk, O_DIRECT"), (False, "disk, page cache")):
+        try:
+            out_bytes_per_s, in_bytes_per_s = measure_disk(folder, total_bytes, direct=direct)
+        except (OSError, DeltaError) as error:
+            findings.append(Finding(label, f"not to be had in {folder}: {error}"))
+            continue
+        speeds = f"out {format_bytes(out_bytes_per_s)}/s, in {format_bytes(in_bytes_per_s)}/s"
+        findings.append(Finding(label, speeds))
     return findings
 
 

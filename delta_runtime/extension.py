@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import torch  # noqa: F401  the extension links against its libraries, which must be loaded first
 
-from delta_runtime.core.errors import DeltaError, InplaceModification, RecomputeMismatch
+from delta_runtime.core.errors import (
+    DeltaError,
+    InplaceModification,
+    RecomputeMismatch,
+    SwapFailed,
+)
 
 try:
     from delta_runtime import _C
@@ -18,6 +23,6 @@ except ImportError as error:  # pragma: no cover - the build is broken
         ),
     ) from error
 
-_C.set_error_types(InplaceModification, RecomputeMismatch)
+_C.set_error_types(InplaceModification, RecomputeMismatch, SwapFailed)
 
 __all__ = ["_C"]

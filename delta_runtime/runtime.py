@@ -34,7 +34,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from delta_runtime.act.tiers import open_host_tier
+from delta_runtime.act.tiers import open_tiers
 from delta_runtime.config import Config, check_requested
 from delta_runtime.core.errors import BudgetInfeasible, DeltaError, UsageError
 from delta_runtime.core.graph import StepGraph
@@ -47,7 +47,7 @@ from delta_runtime.decide.policies import Policy, Stress, get_policy
 from delta_runtime.device import resolve_budget, resolve_device
 from delta_runtime.extension import _C
 from delta_runtime.record.step_log import drain_events, read_step_graph
-from delta_runtime.report.step_report import StepReport, StepTotals
+from delta_runtime.report.step_report import StepReport, StepTotals, TierUse
 from delta_runtime.report.trace import TRACE_DTYPE, Trace
 
 logger = logging.getLogger(__name__)
@@ -81,8 +81,11 @@ class Runtime:
             the CPU pool stand in for an accelerator, with RAM outside of it as the host's.
         link_bytes_per_s: throttle of the lanes between the two: bytes per second, or a card's name
             (``"pcie3"``, ``"pcie4"``, ``"pcie5"``, ``"c2c"``; see `delta_runtime.act.links`).
+        disk_budget: most bytes of disk to swap to. With this, or the next, what host memory has no
+            room for goes to a file, and on a CPU device without host memory below it, everything
+            that is swapped. Its space is taken at once.
+        spill_dir: directory of that file; None for the system's directory for temporary files.
         trace: file to write a trace of the last steps to at close, for Perfetto or chrome://tracing.
-        disk_budget, spill_dir: not part of this version.
 
     Raises:
         UsageError: an argument makes no sense; nothing has been changed.
@@ -134,7 +137,6 @@ class Runtime:
         return runtime
 
     def _start(self, config: Config, policy: Policy) -> None:
-        _refuse_what_is_not_there(config)
         self.config = config
         self.policy = policy
         self.device = resolve_device(config.device)
@@ -147,10 +149,16 @@ class Runtime:
                 change="Take 'first' there, which compares on the device.",
             )
         self.budget_bytes = resolve_budget(config, self.device)
-        host = open_host_tier(self.device, config.host_budget_bytes, config.link_bytes_per_s)
-        tiers = {Residency.DROPPED} | ({Residency.HOST} if host else set())
-        self.policy = policy = policy.on(frozenset(tiers))
-        self._swaps = Residency.HOST in policy.evicts_to
+        self.tiers = tiers = open_tiers(config, self.device)
+        try:
+            below = {Residency.HOST} if tiers else set()
+            self.policy = policy = policy.on(frozenset({Residency.DROPPED} | below))
+            self._swaps = Residency.HOST in policy.evicts_to
+        except BaseException:
+            tiers.close()
+            raise
+        if not self._swaps:
+            tiers.close()
         self._session = _C.Session(
             device=str(self.device),
             budget_bytes=self.budget_bytes if policy.evicts_to else 0,
@@ -160,8 +168,11 @@ class Runtime:
             seed=policy.seed,
             drop=Residency.DROPPED in policy.evicts_to,
             swap=self._swaps,
-            host_bytes=host.budget_bytes if host else 0,
-            link_bytes_per_s=host.link_bytes_per_s if host else 0.0,
+            host_bytes=tiers.host_bytes,
+            link_bytes_per_s=tiers.link_bytes_per_s,
+            spill_file=tiers.spill.descriptor if tiers.spill and self._swaps else -1,
+            spill_bytes=tiers.spill.budget_bytes if tiers.spill else 0,
+            spill_direct=bool(tiers.spill and tiers.spill.direct),
         )
         self._hooks = (self._session.pack_hook(), self._session.unpack_hook())
         self._ledger = Ledger(policy, checked=config.check)
@@ -178,8 +189,6 @@ class Runtime:
         self._known = KnownSteps(
             plans=policy.plans, drops=Residency.DROPPED in policy.evicts_to, swaps=self._swaps
         )
-        self._host_bytes = host.budget_bytes if host else 0
-        self._link_bytes_per_s = host.link_bytes_per_s if host else 0.0
         self._logged = False
         self._step_events: list[Any] = []
         self._last: StepTotals | None = None
@@ -190,6 +199,7 @@ class Runtime:
         self._in_step = False
         self._closed = False
         self._warned_over = False
+        self._warned_failed = False
         self._attached = False
         self._thread = 0
         self._hook_handles: list[Any] = []
@@ -401,6 +411,7 @@ class Runtime:
             # Foresight only makes steps faster; without it the filter decides online.
             logger.exception("delta_runtime: no plan could be made for this step")
         self._warn_if_over(step_peak_bytes)
+        self._warn_if_failed()
         if self._trace is not None:
             self._trace.add_step(np.frombuffer(self._session.drain_trace(), dtype=TRACE_DTYPE))
         self._step_events.clear()
@@ -432,6 +443,30 @@ class Runtime:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def _warn_if_failed(self) -> None:
+        totals = self._totals
+        if self._warned_failed or not totals.swap_error or self.tiers.spill is None:
+            return
+        self._warned_failed = True
+        where = f"the spill file in {self.tiers.spill.directory}"
+        why = os.strerror(totals.swap_error)
+        told = []
+        if totals.failed_writes:
+            told.append(
+                f"writing to {where} failed: {why}. What was not written stayed or was recomputed; "
+                "no more is written."
+            )
+        if totals.failed_reads:
+            told.append(
+                f"reading from {where} failed: {why}. "
+                + (
+                    f"{totals.lost_pages} saved tensors could not be recomputed; backward raised."
+                    if totals.lost_pages
+                    else "What could not be read was recomputed."
+                )
+            )
+        warnings.warn(f"delta_runtime: {' '.join(told)}", RuntimeWarning, stacklevel=3)
 
     def _infeasible(self) -> BudgetInfeasible:
         counters = self._session.counters()
@@ -477,18 +512,19 @@ class Runtime:
         """What is known of the lanes now: the throttle, or what they were seen to do."""
         if not self._swaps:
             return Links()
-        totals = self._session.lane_totals()
-        speed = {
-            name: self._link_bytes_per_s or (bytes_ / busy_s if busy_s > 0 else 0.0)
-            for name, (_, bytes_, busy_s, _) in totals.items()
-        }
+        nearest = self._session.tiers()[0]
+        throttle = self.tiers.link_bytes_per_s if nearest["tier"] == "host" else 0.0
+        speed = {}
+        for name in ("out", "in"):
+            _, bytes_, busy_s, _ = nearest[name]
+            speed[name] = throttle or (bytes_ / busy_s if busy_s > 0 else 0.0)
         graph = self._graph
         return Links(
             out_bytes_per_s=speed["out"],
             in_bytes_per_s=speed["in"],
-            out_queued_bytes=totals["out"][3],
-            in_queued_bytes=totals["in"][3],
-            host_bytes=self._host_bytes,
+            out_queued_bytes=nearest["out"][3],
+            in_queued_bytes=nearest["in"][3],
+            store_bytes=nearest["cap_bytes"],
             tick_s=graph.seconds / graph.n_ops if graph and graph.n_ops else 0.0,
         )
 
@@ -504,6 +540,26 @@ class Runtime:
             totals=self._totals,
             activation_bytes=self._graph.activation_bytes if self._graph else 0,
             ordinary_peak_bytes=self._graph.peak_bytes if self._graph else 0,
+            tiers=self._tier_uses(),
+        )
+
+    def _tier_uses(self) -> tuple[TierUse, ...]:
+        spill = self.tiers.spill
+        names = {
+            "host": "host memory",
+            "disk": "disk (O_DIRECT)" if spill and spill.direct else "disk (page cache)",
+        }
+        return tuple(
+            TierUse(
+                name=names[each["tier"]],
+                cap_bytes=each["cap_bytes"],
+                peak_bytes=each["peak_used_bytes"],
+                out_bytes=each["out"][1],
+                out_s=each["out"][2],
+                in_bytes=each["in"][1],
+                in_s=each["in"][2],
+            )
+            for each in self._session.tiers()
         )
 
     def graph(self) -> StepGraph:
@@ -616,21 +672,6 @@ def _forget_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)
-
-
-def _refuse_what_is_not_there(config: Config) -> None:
-    """Names settings of parts that this version does not have, rather than ignoring them."""
-    absent = {
-        "disk_budget": config.disk_budget,
-        "spill_dir": config.spill_dir,
-    }
-    for name, value in absent.items():
-        if value is not None:
-            raise UsageError(
-                f"{name}: swapping to disk is not part of this version.",
-                asked=f"{name}={value!r}",
-                change="Leave it out.",
-            )
 
 
 __all__ = ["DeltaError", "Runtime", "disable", "mark_written", "start_ambient"]

@@ -1,28 +1,33 @@
-"""What does a byte budget cost on an accelerator with a slow or a fast link: swapping, recomputing, or both?
+"""What does a byte budget cost with a slow or a fast link, or a disk, below: swapping, recomputing, or both?
 
 A benchmark, on the virtual accelerator: the CPU pool is the device, RAM outside of it the host, and the lanes keep the
-ratio of link bytes to compute of real cards (delta_runtime/act/links.py). Trains M1, M2 and M3 of scripts/workloads.py
-at several shares of the activations under several policies, with the pool's capacity at the budget. Every timed step
-has an ordinary one before and after it, in one process, and its ratio is to their mean. Compute runs on one thread, so
-that a second core is left for the copies, as an accelerator has copy engines of its own.
-Takes about a minute for each cell, several where `swap` waits for a slow link: some hours for all 153. Needs no GPU.
+ratio of link bytes to compute of real cards (delta_runtime/act/links.py). The link "disk" is no link: the plain CPU
+device with a spill file in the directory for temporary files, as fast as it is. Trains M1, M2 and M3 of
+scripts/workloads.py at several shares of the activations under several policies, with the pool's capacity at the
+budget. Every timed step has an ordinary one before and after it, in one process, and its ratio is to their mean.
+Compute runs on one thread, so that a second core is left for the copies, as an accelerator has copy engines of its own.
+Takes a minute for each cell, several where `swap` waits for a slow link: some hours for all 153. Needs no GPU.
 
-    python scripts/bench_swap.py [--models vit,gpt,resnet50] [--links pcie3,pcie4,pcie5,c2c]
+    python scripts/bench_swap.py [--models vit,gpt,resnet50] [--links pcie3,pcie4,pcie5,c2c,disk]
         [--shares 0.7,0.5,0.35] [--policies swap,recompute,delta,capuchin,auto] [--rounds 1]
         [--json FILE] [--markdown FILE]
 
-Behind each ratio: seconds of recomputing + seconds of waiting for a lane, as the runtime counted them.
-"floor" is what no way of swapping alone can go below: the larger of compute and the seconds that the bytes which have
-to be away take in one lane, over compute. A cell of `auto` is "clearly better" where it saves at least a fifth of the
-extra time of the better of swap and recompute.
+Behind each ratio: seconds of recomputing + seconds of waiting for a lane, as the runtime counted them in that step.
+On a machine that others use, ordinary steps alone differ by more than what is to be told apart; the counted seconds do
+not, and the verdicts are by them. "floor" is what no way of swapping alone can go below: the larger of compute and the
+seconds that the bytes which have to be away take in one lane, over compute. `auto` is "worse" where its counted seconds
+are more than those of the better of swap and recompute by 1 % of a step, "clearly better" where it saves at least a
+fifth of them, and 0.2 % of a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -38,6 +43,7 @@ from rich.table import Table
 import delta_runtime as delta
 from delta_runtime import cpu_pool
 from delta_runtime.act.links import PROFILES, flops_per_s, link_bytes_per_s
+from delta_runtime.act.spill import measure_disk
 from delta_runtime.core.model import Exit, Residency
 from delta_runtime.core.units import format_bytes, format_seconds
 from delta_runtime.decide.known_steps import CALIBRATION_STEPS
@@ -56,13 +62,14 @@ from scripts.bench_recompute import (
 )
 from scripts.workloads import TrainState
 
+DISK = "disk"
 LINKS = tuple(PROFILES)
 SHARES = (0.7, 0.5, 0.35)
 SWAPPING = ("swap", "delta", "capuchin", "auto")
 NOISE = 0.01
-"""Ratios that differ by less are equal."""
-CLEARLY = 0.2
-"""The share of the extra time that has to be saved to be clearly better."""
+"""Share of a step by which the extra time may be more without being worse."""
+CLEARLY, LEAST = 0.2, 0.002
+"""The share of the extra time, and of a step, that has to be saved to be clearly better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +103,24 @@ class Cell:
     rounding_waste: float
     failure: str
 
+    @property
+    def extra(self) -> float | None:
+        """Seconds of recomputing and waiting, over an ordinary step; None where it ran out of memory."""
+        return None if self.ratio is None else (self.recompute_s + self.stall_s) / self.ordinary_s
+
     def text(self) -> str:
         """The ratio, and the seconds that were recomputed and waited for."""
         if self.ratio is None:
             return "failed"
         return f"{self.ratio.median:.3f} ({self.recompute_s:.2f} + {self.stall_s:.2f} s)"
+
+
+@functools.cache
+def bytes_per_s(link: str) -> float:
+    """Of a link in one direction; of the disk, in the slower one, as it is without a page cache."""
+    if link == DISK:
+        return min(measure_disk(tempfile.gettempdir(), 256 << 20, direct=True))
+    return link_bytes_per_s(link)
 
 
 class Bench:
@@ -141,18 +161,18 @@ class Bench:
     def cell(self, link: str, share: float, policy: str) -> Cell:
         """Calibrates one runtime, times it, and closes it."""
         budget_bytes = self.measured.budget_bytes(share)
-        speed = link_bytes_per_s(link)
-        runtime = delta.Runtime(
-            budget_bytes,
-            device="cpu",
-            policy=policy,
-            link_bytes_per_s=speed if Residency.HOST in POLICIES[policy].evicts_to else None,
+        speed = bytes_per_s(link)
+        below = (
+            {"spill_dir": tempfile.gettempdir()} if link == DISK else {"link_bytes_per_s": speed}
         )
+        if Residency.HOST not in POLICIES[policy].evicts_to:
+            below = {}
+        runtime = delta.Runtime(budget_bytes, device="cpu", policy=policy, **below)
         cpu_pool.reset_peak()
         ratios, lasts, peaks, ordinaries = [], [], [], []
         failure = ""
         try:
-            for _ in range(CALIBRATION_STEPS + 1):
+            for _ in range(CALIBRATION_STEPS + 1 if POLICIES[policy].plans else 2):
                 self.managed(runtime, budget_bytes)
                 peaks.append(runtime.report().last.peak_bytes)
             before = self.ordinary()
@@ -168,7 +188,7 @@ class Bench:
         except (torch.OutOfMemoryError, delta.DeltaError) as error:
             failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             self.state.optimizer.zero_grad(set_to_none=True)
-        usage = runtime._session.host_usage()
+        host = runtime._session.tiers()[0] if runtime.tiers else None
         foresight = runtime._known.foresight
         swapped = foresight.exits == Exit.SWAP if foresight else np.zeros(0, bool)
         blocks = runtime.graph().value_bytes[swapped] if swapped.any() else np.zeros(0, np.int64)
@@ -193,8 +213,8 @@ class Bench:
             swapped_bytes=statistics.median(t.swapped_in_bytes for t in lasts) if lasts else 0.0,
             dropped_bytes=statistics.median(t.dropped_bytes for t in lasts) if lasts else 0.0,
             peak_bytes=max(peaks, default=0),
-            host_waste=1 - usage["peak_used_bytes"] / usage["taken_bytes"]
-            if usage["taken_bytes"]
+            host_waste=1 - host["peak_used_bytes"] / host["taken_bytes"]
+            if host and host["taken_bytes"]
             else 0.0,
             rounding_waste=1 - float(blocks.sum()) / float(rounded.sum()) if len(blocks) else 0.0,
             failure=failure,
@@ -221,18 +241,15 @@ def rows(cells: list[Cell]) -> list[tuple[str, ...]]:
         found = {p: by_place.get((model, link, share, p)) for p in SWAPPING}
         found["recompute"] = by_place.get((model, "", share, "recompute"))
 
-        def ratio(policy: str, found: dict[str, Cell | None] = found) -> float | None:
-            cell = found[policy]
-            return cell.ratio.median if cell is not None and cell.ratio is not None else None
-
+        extra = {name: cell.extra if cell else None for name, cell in found.items()}
+        rivals = [e for e in (extra["swap"], extra["recompute"]) if e is not None]
+        auto = extra["auto"]
         verdict = ""
-        rivals = [r for r in (ratio("swap"), ratio("recompute")) if r is not None]
-        auto = ratio("auto")
         if auto is not None and rivals:
             best = min(rivals)
             if auto > best + NOISE:
                 verdict = "worse"
-            elif best - auto > max(CLEARLY * (best - 1), NOISE):
+            elif best - auto >= max(CLEARLY * best, LEAST):
                 verdict = "clearly better"
             else:
                 verdict = "as good"
@@ -269,15 +286,15 @@ def main(argv: list[str] | None = None) -> int:
         if name not in BENCH_WORKLOADS:
             parser.error(f"--models: {name!r} is none of {', '.join(BENCH_WORKLOADS)}")
     for name in arguments.links:
-        if name not in PROFILES:
-            parser.error(f"--links: {name!r} is none of {', '.join(PROFILES)}")
+        if name not in (*PROFILES, DISK):
+            parser.error(f"--links: {name!r} is none of {', '.join((*PROFILES, DISK))}")
     for name in arguments.policies:
         if name not in ("recompute", *SWAPPING):
             parser.error(f"--policies: {name!r} is none of recompute, {', '.join(SWAPPING)}")
     torch.set_num_threads(arguments.threads)
     cpu_pool.install()
     console.print(f"compute: {flops_per_s() / 1e9:.1f} GFLOP/s; links in one direction: " + ", ".join(
-        f"{name} {link_bytes_per_s(name) / 1e6:.0f} MB/s" for name in arguments.links
+        f"{name} {bytes_per_s(name) / 1e6:.0f} MB/s" for name in arguments.links
     ))  # fmt: skip
     cells: list[Cell] = []
     for name in arguments.models:

@@ -216,12 +216,13 @@ class World:
         found = [
             f"{name}: {counters[name]}"
             for name in ("live_tickets", "managed_pages", "managed_resident_bytes")
-            + ("dropped_now_bytes", "host_now_bytes")
+            + ("dropped_now_bytes", "swapped_now_bytes")
             if counters[name]
         ]
         self.entered._session.take_in_transfers()  # takes in what the lanes have finished
-        if held := self.entered._session.host_usage()["used_bytes"]:
-            found.append(f"{held:,} bytes of host memory")
+        for tier in self.entered._session.tiers():
+            if tier["used_bytes"]:
+                found.append(f"{tier['used_bytes']:,} bytes of {tier['tier']}")
         if counters["known_pages"] > MOST_KNOWN_PAGES:
             found.append(f"known_pages: {counters['known_pages']}")
         over = cpu_pool.allocated_bytes() - self.base_bytes

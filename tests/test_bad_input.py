@@ -130,8 +130,11 @@ def test_a_bad_capacity(limit):
         ({"host_budget": "100TiB"}, ("host_budget", "more than the machine has")),
         ({"host_budget": 0}, ("host_budget",)),
         ({"policy": "swap"}, ("policy 'swap'", "no tier", "host_budget")),
-        ({"disk_budget": "1GiB"}, ("disk_budget", "not part of this version")),
-        ({"spill_dir": "somewhere"}, ("spill_dir", "not part of this version")),
+        ({"disk_budget": "900TiB"}, ("disk_budget", "does not have the room", "free")),
+        ({"disk_budget": 1}, ("disk_budget", "does not have the room")),
+        ({"spill_dir": "/no/such/folder"}, ("spill_dir", "no such directory", "/no/such/folder")),
+        ({"spill_dir": __file__}, ("spill_dir", "no such directory")),
+        ({"spill_dir": "/proc"}, ("spill_dir", "no file can be made there")),
         ({"link_bytes_per_s": "pcie33"}, ("link_bytes_per_s", "Did you mean pcie3")),
         ({"link_bytes_per_s": -1.0}, ("link_bytes_per_s",)),
         ({"trace": "/no/such/folder/trace.json"}, ("trace", "/no/such/folder")),
@@ -296,9 +299,9 @@ def ordinary_output(environment) -> str:
         ({"DELTA_BUDGET": "10 parsecs"}, "DELTA_BUDGET: unknown unit 'parsecs'"),
         ({"DELTA_BUDGET": "900PiB"}, "more than the device has"),
         ({"DELTA_BUDGET": "50%", "DELTA_POLICY": "recompte"}, "Did you mean recompute"),
-        ({"DELTA_BUDGET": "50%", "DELTA_SPILL_DIR": "x"}, "not part of this version"),
+        ({"DELTA_BUDGET": "50%", "DELTA_SPILL_DIR": "x"}, "spill_dir: no such directory"),
     ],
-    ids=["unit", "too much", "policy", "absent part"],
+    ids=["unit", "too much", "policy", "no directory"],
 )
 def test_bad_variables_leave_an_unmodified_script_alone(
     environment, ordinary_output, variables, told

@@ -14,89 +14,35 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import delta_runtime as delta
 from delta_runtime import cpu_pool
 from delta_runtime.act.links import PROFILES, flops_per_s, link_bytes_per_s
 from delta_runtime.config import Config
-from tests.support.bitwise import Snapshot, assert_same_bits, freeze, gradients, prefixed
+from tests.support.bitwise import Snapshot, assert_same_bits
 from tests.support.fixtures import one_thread  # noqa: F401
+from tests.support.swapping import (
+    LAYER_BYTES,
+    LAYERS,
+    budget,
+    expected_gradient,
+    lanes,
+    ordinary_run,
+    swap_out_a_graph,
+    train,
+    walled,
+)
 
 pytestmark = pytest.mark.timeout(120)
-
-WIDTH, ROWS, LAYERS = 256, 1024, 10
-LAYER_BYTES = 4 * WIDTH * ROWS  # 1 MiB
-
-
-class Net(nn.Module):
-    """Matrix products that are dear to run again, between functions that are cheap."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = nn.functional.dropout(layer(x).tanh(), 0.1)
-        return x.square().mean()
-
-
-def batch(index: int) -> torch.Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(index))
-
-
-def train(runtime: delta.Runtime | None = None, steps: int = 4) -> Snapshot:
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    snapshot: Snapshot = {}
-    for index in range(steps):
-        x = batch(index)
-        optimizer.zero_grad(set_to_none=True)
-        with runtime.step() if runtime else contextlib.nullcontext():
-            loss = model(x)
-            loss.backward()
-        optimizer.step()
-        snapshot |= prefixed(f"step {index}", {"loss": freeze(loss)} | gradients(model))
-        del loss
-    return snapshot
 
 
 @pytest.fixture(scope="module")
 def ordinary() -> tuple[Snapshot, int]:
-    """An ordinary run's bits, and what it needs above what lived before."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    cpu_pool.install()
-    train(steps=1)
-    gc.collect()
-    base_bytes = cpu_pool.allocated_bytes()
-    cpu_pool.reset_peak()
-    snapshot = train()
-    torch.set_num_threads(threads)
-    return snapshot, cpu_pool.peak_bytes() - base_bytes
-
-
-def budget(ordinary: tuple[Snapshot, int], share: float) -> int:
-    """A budget that leaves `share` of what the ordinary run needs."""
-    gc.collect()
-    return cpu_pool.allocated_bytes() + int(share * ordinary[1])
-
-
-@contextlib.contextmanager
-def walled(budget_bytes: int) -> Iterator[None]:
-    """The pool ends at the budget."""
-    cpu_pool.set_capacity(budget_bytes)
-    try:
-        yield
-    finally:
-        cpu_pool.set_capacity(None)
+    return ordinary_run()
 
 
 # ------------------------------------------------------------------------- budget and bits
@@ -245,7 +191,7 @@ def test_the_trace_shows_copies_under_compute(tmp_path, ordinary):
         for op_begin, op_end in spans["compute"]
     )
     assert under > 0.3 * sum(end - begin for begin, end in copies)
-    assert any(e["ph"] == "C" and e["args"]["on the host"] > 0 for e in events)
+    assert any(e["ph"] == "C" and e["args"]["swapped out"] > 0 for e in events)
 
 
 def test_no_copy_without_need():
@@ -268,8 +214,8 @@ def test_without_room_on_the_host_pages_are_dropped(ordinary):
     )
     assert_same_bits(train(runtime), snapshot, "a host of 64 KiB")
     totals = runtime.report().totals
-    assert totals.host_refusals > 0 and totals.swap_outs == 0 and totals.rebuilds > 0
-    assert "refused by host memory" in str(runtime.report())
+    assert totals.swap_refusals > 0 and totals.swap_outs == 0 and totals.rebuilds > 0
+    assert "no room in a tier below" in str(runtime.report())
     runtime.close()
 
 
@@ -279,7 +225,7 @@ def test_without_room_on_the_host_policy_swap_keeps_and_says_so(ordinary):
     with pytest.warns(RuntimeWarning, match="budget of .* was passed"):
         inside = train(runtime)
     assert_same_bits(inside, snapshot, "a host of 64 KiB")
-    assert runtime.report().totals.host_refusals > 0
+    assert runtime.report().totals.swap_refusals > 0
     runtime.close()
 
 
@@ -287,7 +233,7 @@ def test_host_memory_is_exact_and_given_back(ordinary):
     runtime = delta.Runtime(budget(ordinary, 0.6), device="cpu", policy="swap", host_budget="1GiB")
     train(runtime, steps=3)
     runtime._session.take_in_transfers()
-    usage = runtime._session.host_usage()
+    usage = runtime._session.tiers()[0]
     assert usage["used_bytes"] == 0
     assert 4 * LAYER_BYTES < usage["peak_used_bytes"] <= 3 * LAYERS * LAYER_BYTES
     assert usage["taken_bytes"] <= 1.1 * usage["peak_used_bytes"]
@@ -295,39 +241,6 @@ def test_host_memory_is_exact_and_given_back(ordinary):
 
 
 # ------------------------------------------------------------------------- ends and interruptions
-
-
-def lanes() -> int:
-    """Threads of lanes in this process."""
-    gc.collect()
-    names = []
-    for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as file:
-            names.append(file.read().strip())
-    return names.count("delta-lane")
-
-
-def swap_out_a_graph(runtime: delta.Runtime) -> tuple[torch.Tensor, torch.Tensor]:
-    """A loss whose saved tensors are in host memory, and its leaf."""
-    x = torch.linspace(0, 1, 1 << 18, requires_grad=True)
-    with runtime.step():
-        y = x
-        for _ in range(6):
-            y = y.sin()
-        loss = y.sum()
-        del y
-        runtime._session.make_room(1 << 40)
-    assert runtime._session.counters()["host_now_bytes"] >= 5 << 20
-    return loss, x
-
-
-def expected_gradient() -> torch.Tensor:
-    x = torch.linspace(0, 1, 1 << 18, requires_grad=True)
-    y = x
-    for _ in range(6):
-        y = y.sin()
-    y.sum().backward()
-    return x.grad
 
 
 def swapper(**arguments) -> delta.Runtime:
@@ -408,15 +321,15 @@ def test_an_exception_in_forward_leaves_nothing_on_the_host():
         with runtime.step():
             y = torch.linspace(0, 1, 1 << 18, requires_grad=True).sin().cos().sin()
             runtime._session.make_room(1 << 40)
-            assert y.grad_fn and runtime._session.counters()["host_now_bytes"] > 0
+            assert y.grad_fn and runtime._session.counters()["swapped_now_bytes"] > 0
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         step()
     gc.collect()
     runtime._session.take_in_transfers()
-    assert runtime._session.counters()["host_now_bytes"] == 0
-    assert runtime._session.host_usage()["used_bytes"] == 0
+    assert runtime._session.counters()["swapped_now_bytes"] == 0
+    assert runtime._session.tiers()[0]["used_bytes"] == 0
     runtime.close()
 
 
@@ -497,7 +410,7 @@ def _drop_q_swap_p(runtime: delta.Runtime) -> None:
     runtime._session.publish(np.array([0, 1]), np.ones(2), exits, 0)
     runtime._session.make_room(1 << 40)
     counters = runtime._session.counters()
-    assert counters["host_now_bytes"] > 0 and counters["dropped_now_bytes"] > 0
+    assert counters["swapped_now_bytes"] > 0 and counters["dropped_now_bytes"] > 0
 
 
 def test_a_rebuild_does_not_read_what_is_still_on_its_way():
@@ -697,7 +610,7 @@ def test_the_environment_can_ask_for_it():
     loss, x = swap_out_a_graph(runtime)
     loss.backward()
     assert torch.equal(x.grad, expected_gradient())
-    assert runtime._session.host_usage()["cap_bytes"] == 1 << 30
+    assert runtime._session.tiers()[0]["cap_bytes"] == 1 << 30
     runtime.close()
 
 
@@ -716,7 +629,7 @@ def test_profiles_are_ratios_of_real_cards():
 def test_a_lane_keeps_to_its_throttle():
     runtime = swapper(link_bytes_per_s=1e8)
     loss, _ = swap_out_a_graph(runtime)
-    transfers, bytes_, busy_s, _ = runtime._session.lane_totals()["out"]
+    transfers, bytes_, busy_s, _ = runtime._session.tiers()[0]["out"]
     assert transfers >= 5
     assert bytes_ / busy_s == pytest.approx(1e8, rel=0.05)
     del loss

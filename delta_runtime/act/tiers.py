@@ -1,18 +1,22 @@
-"""What lies below the device: whether there is host memory to swap to, and how much of it.
+"""What lies below the device: host memory, disk, or nothing.
 
-A CPU device is RAM itself, so there is nothing below it unless it stands in for an accelerator:
-`host_budget` or `link_bytes_per_s` make it one (the virtual accelerator). Then the CPU pool is the
-device's memory and RAM outside of the pool is the host's.
+A CPU device is RAM itself, so there is no host memory below it unless it stands in for an
+accelerator: `host_budget` or `link_bytes_per_s` make it one (the virtual accelerator). Then the CPU
+pool is the device's memory and RAM outside of the pool is the host's. Disk lies below both, where
+`disk_budget` or `spill_dir` ask for it.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import psutil
 import torch
 
 from delta_runtime.act.links import link_bytes_per_s
+from delta_runtime.act.spill import SpillFile, open_spill_file
+from delta_runtime.config import Config
 from delta_runtime.core.cgroup import cgroup_limit_bytes
 from delta_runtime.core.errors import UsageError
 from delta_runtime.core.units import format_bytes
@@ -21,49 +25,70 @@ _SHARE_OF_AVAILABLE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class HostTier:
-    """Host memory to swap to, and the lanes to it.
+class Tiers:
+    """What a runtime may swap to.
 
     Args:
-        budget_bytes: most bytes of host memory that are taken.
-        link_bytes_per_s: throttle of each lane; 0 for none.
+        host_bytes: most bytes of host memory; 0 where there is no such tier.
+        link_bytes_per_s: throttle of each direction; 0 for none.
+        spill: the file on disk; None where there is no such tier.
     """
 
-    budget_bytes: int
-    link_bytes_per_s: float
+    host_bytes: int = 0
+    link_bytes_per_s: float = 0.0
+    spill: SpillFile | None = None
+
+    def close(self) -> None:
+        """Closes the spill file. For tiers that nobody is going to use."""
+        if self.spill is not None:
+            os.close(self.spill.descriptor)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything."""
+        return self.host_bytes > 0 or self.spill is not None
 
 
-def open_host_tier(
-    device: torch.device, host_budget_bytes: int | None, link: float | str | None
-) -> HostTier | None:
-    """What a runtime on this device may swap to; None where there is nothing below the device.
-
-    Args:
-        device: the device that is managed.
-        host_budget_bytes: most bytes of host memory; None for half of what is available now.
-        link: the throttle of the lanes, as `link_bytes_per_s` takes it.
+def open_tiers(config: Config, device: torch.device) -> Tiers:
+    """What a runtime with these settings may swap to on this device. Opens the spill file.
 
     Raises:
-        UsageError: more host memory than there is, no such profile, or a device whose lanes this
-            version does not have. Nothing has been changed.
+        UsageError: more host memory or disk than there is, no such profile or directory, or a
+            device whose lanes this version does not have. Nothing has been changed.
     """
-    if host_budget_bytes is None and link is None:
-        return None
+    asked = {
+        name: value
+        for name in ("host_budget", "link_bytes_per_s", "disk_budget", "spill_dir")
+        if (value := getattr(config, name)) is not None
+    }
+    if not asked:
+        return Tiers()
     if device.type != "cpu":
         raise UsageError(
-            "host_budget, link_bytes_per_s: this version swaps on the CPU device only.",
+            f"{', '.join(asked)}: this version swaps on the CPU device only.",
             asked=f"swapping on {device}",
             change="Leave them out: there this version makes room by recomputation.",
         )
+    tiers = Tiers()
+    if "host_budget" in asked or "link_bytes_per_s" in asked:
+        tiers = Tiers(
+            _host_bytes(config.host_budget_bytes), link_bytes_per_s(config.link_bytes_per_s)
+        )
+    if "disk_budget" in asked or "spill_dir" in asked:
+        spill = open_spill_file(config.spill_dir, config.disk_budget_bytes)
+        tiers = Tiers(tiers.host_bytes, tiers.link_bytes_per_s, spill)
+    return tiers
+
+
+def _host_bytes(asked_bytes: int | None) -> int:
     memory = psutil.virtual_memory()
     total_bytes = min(memory.total, cgroup_limit_bytes() or memory.total)
-    if host_budget_bytes is None:
-        host_budget_bytes = int(min(memory.available, total_bytes) * _SHARE_OF_AVAILABLE)
-    elif host_budget_bytes > total_bytes:
+    if asked_bytes is None:
+        return int(min(memory.available, total_bytes) * _SHARE_OF_AVAILABLE)
+    if asked_bytes > total_bytes:
         raise UsageError(
             "host_budget: more than the machine has.",
-            asked=format_bytes(host_budget_bytes),
+            asked=format_bytes(asked_bytes),
             found=format_bytes(total_bytes),
             change="Give less, or leave it out for half of what is available.",
         )
-    return HostTier(host_budget_bytes, link_bytes_per_s(link))
+    return asked_bytes

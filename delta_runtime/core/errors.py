@@ -115,6 +115,14 @@ class RecomputeMismatch(DeltaError):
     """
 
 
+class SwapFailed(DeltaError):
+    """A saved tensor was swapped to disk, cannot be read any more, and cannot be recomputed either.
+
+    Gradients of the backward that raised are incomplete; weights and optimizer state are as they
+    were.
+    """
+
+
 class InplaceModification(DeltaError, RuntimeError):
     """A tensor that backward needs was changed in place after autograd saved it.
 

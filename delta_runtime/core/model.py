@@ -56,9 +56,10 @@ class EventKind(enum.IntEnum):
     INADMISSIBLE = 6
     """The recipe broke: the page may not be dropped any more."""
     SWAPPED_OUT = 7
-    """The device copy was freed; a finished copy is in host memory."""
+    """The device copy was freed; a finished copy is in a tier below: in host memory, `reason` 0, or
+    on disk, 1."""
     SWAPPED_IN = 8
-    """It is on the device again; `seconds` of the copy alone. The host copy may be kept."""
+    """It is on the device again; `seconds` of the copy alone. The copy below may be kept."""
     STEP = 9
     """A step ended."""
     RESCUE = 10
@@ -85,7 +86,7 @@ EVENT_DTYPE = np.dtype(
 
 
 class Residency(enum.IntEnum):
-    """Where the bytes of a page are."""
+    """Where the bytes of a page are. The ledger has HOST for every tier below the device."""
 
     RESIDENT = 0
     SWAPPING_OUT = 1
@@ -140,7 +141,7 @@ class Exit(enum.IntEnum):
     DROP = 0
     """Freed, and recomputed."""
     SWAP = 1
-    """Copied to host memory, freed, and copied back."""
+    """Copied to a tier below, freed, and copied back."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,13 +23,13 @@ from delta_runtime.decide.filters import Columns
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What is known of the lanes at one moment.
+    """What is known of the lanes to the nearest tier at one moment.
 
     Args:
         out_bytes_per_s, in_bytes_per_s: speed from the device and to it; 0 where nothing is known.
         out_queued_bytes, in_queued_bytes: bytes that wait in each lane.
         tick_s: mean seconds of an op; 0 where nothing is known.
-        host_bytes: most bytes that host memory takes.
+        store_bytes: most bytes that the tier takes.
     """
 
     out_bytes_per_s: float = 0.0
@@ -37,7 +37,7 @@ class Links:
     out_queued_bytes: int = 0
     in_queued_bytes: int = 0
     tick_s: float = 0.0
-    host_bytes: int = 1 << 62
+    store_bytes: int = 1 << 62
 
     def out_s(self, bytes_: FloatColumn | IntColumn) -> FloatColumn:
         """Seconds in the lane from the device, for each size in bytes."""

@@ -19,9 +19,9 @@ _SMALL = 100  # a value so many times smaller than the largest is swapped only i
 
 
 def _has_room(rehearsal: Rehearsal, swapped: Mask) -> bool:
-    """Whether host memory takes all of that at once."""
+    """Whether the tier below takes all of that at once."""
     assert rehearsal.lanes is not None
-    return float(rehearsal.bytes[swapped].sum()) <= rehearsal.lanes.host_bytes
+    return float(rehearsal.bytes[swapped].sum()) <= rehearsal.lanes.store_bytes
 
 
 def swap_instead(rehearsal: Rehearsal, choice: Choice, *, most_work: int) -> Choice:
@@ -133,7 +133,7 @@ def only_swaps(rehearsal: Rehearsal, nothing: Choice) -> Choice:
 
     host = np.cumsum(np.array(rehearsal.bytes)[order])
     assert rehearsal.lanes is not None
-    most = int(np.searchsorted(host, rehearsal.lanes.host_bytes, side="right"))
+    most = int(np.searchsorted(host, rehearsal.lanes.store_bytes, side="right"))
     too_few, enough = 0, first(most)
     if enough.outcome.area <= 0:
         while most - too_few > 1:

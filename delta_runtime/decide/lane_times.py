@@ -40,7 +40,7 @@ class LaneTimes:
 
     def __init__(self, cover: Cover, links: Links) -> None:
         graph = cover.graph
-        self.host_bytes = links.host_bytes
+        self.store_bytes = links.store_bytes
         seconds = np.nan_to_num(np.maximum(graph.op_seconds, 0))
         self._clock = np.concatenate([[0.0], np.cumsum(seconds)])
         bytes_ = cover.bytes / _SPEED_COUNTED_ON

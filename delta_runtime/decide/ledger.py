@@ -332,8 +332,8 @@ class Ledger:
         return int(self._bytes_in[Residency.DROPPED])
 
     @property
-    def host_bytes(self) -> int:
-        """Bytes of all pages that are in host memory and not on the device."""
+    def swapped_bytes(self) -> int:
+        """Bytes of all pages that are in a tier below and not on the device."""
         return int(self._bytes_in[Residency.HOST])
 
     @property

@@ -46,7 +46,7 @@ class Policy:
         filter: What ranks the victims; None when nothing is ever evicted.
         plans: Whether a plan made from the recorded graph is followed once the graph repeats.
         evicts_to: The residencies that a victim may go to, where the device has such a tier; empty
-            when nothing is ever evicted.
+            when nothing is ever evicted. HOST stands for any tier below: the nearest with room.
         director: Chooses between them while no plan is followed; None where there is one only.
         stress: Whether pages are evicted without need.
         seed: Of the random choice of `Stress.RANDOM`.
@@ -84,7 +84,8 @@ class Policy:
         if self.evicts_to and not evicts_to:
             raise UsageError(
                 f"policy {self.name!r} swaps, and this device has no tier below it.",
-                change="Give host_budget or link_bytes_per_s, or take policy='recompute'.",
+                change="Give host_budget, link_bytes_per_s, disk_budget or spill_dir, or take "
+                "policy='recompute'.",
             )
         return replace(self, evicts_to=evicts_to)
 

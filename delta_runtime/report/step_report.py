@@ -38,15 +38,18 @@ class StepTotals:
         rebuilds, rebuilt_bytes, rebuild_s: storages recomputed, with the seconds of it.
         replayed_ops: ops run again.
         shortcuts, shortcut_failures: of these, made by a cheaper way; ways that were tried and failed.
-        swap_outs, swapped_out_bytes: storages whose device copy went to host memory; `clean_evictions`
+        swap_outs, swapped_out_bytes: storages whose device copy went, for one below; `clean_evictions`
             of them at once, because the copy was there already.
-        written_back_bytes: bytes copied to host memory, whether their device copy went or not.
+        written_back_bytes: bytes copied to a tier below, whether their device copy went or not.
         swap_ins, swapped_in_bytes: storages copied back.
         prefetches: copies back that began before they were asked for.
         prefetch_hits, prefetch_late, prefetch_misses: what was asked for was there, was on its way,
             or was not.
         prefetch_vain: brought back and evicted again before it was used.
-        host_refusals: storages that host memory had no room for.
+        swap_refusals: storages that no tier below had room for.
+        failed_writes, failed_reads, lost_pages: copies to and from the disk that failed; storages among
+            the latter that could not be recomputed either.
+        swap_error: the errno of the first failure; 0 for none.
         out_stall_s, in_stall_s: seconds that the step waited for a lane.
         rescues, rescued_bytes: times that an allocation itself had to ask for room.
         shortfalls, shortfall_bytes: requests that could not be met, and the worst of them.
@@ -82,7 +85,11 @@ class StepTotals:
     prefetch_late: int = 0
     prefetch_misses: int = 0
     prefetch_vain: int = 0
-    host_refusals: int = 0
+    swap_refusals: int = 0
+    failed_writes: int = 0
+    failed_reads: int = 0
+    lost_pages: int = 0
+    swap_error: int = 0
     out_stall_s: float = 0.0
     in_stall_s: float = 0.0
     boundary_evictions: int = 0
@@ -119,6 +126,7 @@ class StepTotals:
             "exposed_bytes",
             "floor_bytes",
             "uncounted_bytes",
+            "swap_error",
         }
         changes: dict[str, Any] = {}
         for f in fields(self):
@@ -133,6 +141,42 @@ class StepTotals:
 
 
 @dataclass(frozen=True, slots=True)
+class TierUse:
+    """What became of one tier below the device, since the runtime began.
+
+    Args:
+        name: "host memory", "disk (O_DIRECT)" or "disk (page cache)": the last is memory of the
+            system's as long as there is some, whatever it is called.
+        cap_bytes: most bytes that it takes.
+        peak_bytes: the most that blocks in it had at once.
+        out_bytes, out_s: copied to it, and the seconds of that.
+        in_bytes, in_s: copied back from it, and the seconds of that.
+    """
+
+    name: str
+    cap_bytes: int
+    peak_bytes: int
+    out_bytes: int
+    out_s: float
+    in_bytes: int
+    in_s: float
+
+    def text(self) -> str:
+        """How full it was, and what went which way how fast."""
+        ways = [
+            f"{way} {format_bytes(bytes_)} at {format_bytes(bytes_ / seconds)}/s"
+            for way, bytes_, seconds in (
+                ("out", self.out_bytes, self.out_s),
+                ("in", self.in_bytes, self.in_s),
+            )
+            if bytes_ and seconds > 0
+        ]
+        return "; ".join(
+            [f"{format_bytes(self.peak_bytes)} of {format_bytes(self.cap_bytes)}", *ways]
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """The last step and the totals of a runtime; prints as a table.
 
@@ -143,6 +187,7 @@ class StepReport:
         totals: counts of all steps.
         activation_bytes: bytes of all saved values of the step recorded last.
         ordinary_peak_bytes: what its peak would have been with nothing evicted.
+        tiers: what became of each tier below the device, nearest first.
     """
 
     budget_bytes: int
@@ -152,6 +197,7 @@ class StepReport:
     totals: StepTotals
     activation_bytes: int = 0
     ordinary_peak_bytes: int = 0
+    tiers: tuple[TierUse, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain dicts and numbers."""
@@ -229,7 +275,7 @@ class StepReport:
 
         row("swapped out", lambda t: format_bytes(t.swapped_out_bytes))
         row("swapped in", lambda t: format_bytes(t.swapped_in_bytes))
-        row("copied to the host", lambda t: format_bytes(t.written_back_bytes))
+        row("copied to a tier below", lambda t: format_bytes(t.written_back_bytes))
         row("waited for the lane out", lambda t: format_seconds(t.out_stall_s))
         row("waited for the lane in", lambda t: format_seconds(t.in_stall_s))
         row(
@@ -240,8 +286,12 @@ class StepReport:
             "prefetch: there / late / missed",
             lambda t: f"{t.prefetch_hits} / {t.prefetch_late} / {t.prefetch_misses}",
         )
-        if self.totals.host_refusals:
-            row("refused by host memory", lambda t: f"{t.host_refusals:,}")
+        if self.totals.swap_refusals:
+            row("no room in a tier below", lambda t: f"{t.swap_refusals:,}")
+        if self.totals.swap_error:
+            row("failed, writing / reading", lambda t: f"{t.failed_writes} / {t.failed_reads}")
+        for tier in self.tiers:
+            table.add_row(f"{tier.name}, at the most", "", tier.text())
 
     def __str__(self) -> str:
         table = Table(title=f"delta_runtime: policy {self.policy} on {self.device}")
@@ -278,7 +328,7 @@ class StepReport:
             "recompute time", format_seconds(last.rebuild_s), format_seconds(totals.rebuild_s)
         )
         count("ops run again", "replayed_ops")
-        if totals.written_back_bytes or totals.host_refusals:
+        if totals.written_back_bytes or totals.swap_refusals:
             self._add_lanes(table)
         count("rescues inside an allocation", "rescues")
         for reason, words in _REASONS.items():

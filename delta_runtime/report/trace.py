@@ -1,4 +1,4 @@
-"""The trace of a run: ops, rebuilds and copies on a clock, with what is live, dropped and on the host.
+"""The trace of a run: ops, rebuilds and copies on a clock, with what is live, dropped and swapped out.
 
 In the format of Chrome's tracing (JSON), which Perfetto (https://ui.perfetto.dev) and chrome://tracing
 show: one track each for compute, recomputation, the lane out and the lane in, and counters of memory.
@@ -27,7 +27,7 @@ TRACE_DTYPE = np.dtype(
         ("name", "<u8"),
         ("bytes", "<i8"),
         ("dropped_bytes", "<i8"),
-        ("host_bytes", "<i8"),
+        ("swapped_bytes", "<i8"),
         ("begin_s", "<f8"),
         ("end_s", "<f8"),
     ]
@@ -107,7 +107,7 @@ def chrome_trace(rows: npt.NDArray[Any], names: Mapping[int, str]) -> dict[str, 
             counted = {
                 "live": int(row["bytes"]),
                 "dropped": int(row["dropped_bytes"]),
-                "on the host": int(row["host_bytes"]),
+                "swapped out": int(row["swapped_bytes"]),
             }
             events.append(
                 {"ph": "C", "pid": 1, "ts": begin_us + length_us, "name": "bytes", "args": counted}

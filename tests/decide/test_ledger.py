@@ -429,7 +429,7 @@ class NaiveLedger:
     def resident_bytes(self):
         return sum(row.bytes for row in self.pages.values() if not (row.dropped or row.on_host))
 
-    def host_bytes(self):
+    def swapped_bytes(self):
         return sum(each.bytes for each in self.pages.values() if each.on_host)
 
     def dropped_bytes(self):
@@ -665,7 +665,7 @@ class AgainstNaive(RuleBasedStateMachine):
         assert ledger.dropped_bytes == naive.dropped_bytes()
         assert ledger.peak_resident_bytes == naive.peak_bytes
         queue = ledger.rank(self.now)
-        assert ledger.host_bytes == naive.host_bytes()
+        assert ledger.swapped_bytes == naive.swapped_bytes()
         swaps = Residency.HOST in ledger.policy.evicts_to
         candidates = {
             page

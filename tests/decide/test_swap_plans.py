@@ -140,7 +140,7 @@ def test_what_comes_back_early_fits(speed):
 @pytest.mark.parametrize("drops", [True, False])
 def test_a_plan_keeps_to_the_room_on_the_host(drops):
     graph = chain([8 * MIB] * 12, [1e-2] * 12)
-    links = Links(out_bytes_per_s=1e12, in_bytes_per_s=1e12, host_bytes=3 * 8 * MIB)
+    links = Links(out_bytes_per_s=1e12, in_bytes_per_s=1e12, store_bytes=3 * 8 * MIB)
     plan = foresee(graph, int(0.5 * graph.peak_bytes), drops=drops, links=links)
     assert len(swapped(plan)) == 3
 

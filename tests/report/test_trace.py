@@ -29,7 +29,7 @@ def test_events_and_counters():
     assert [event["ts"] for event in events] == pytest.approx([0, 1e5, 5e5])
     assert [event["dur"] for event in events] == pytest.approx([5e5, 1e5, 2.5e5])
     (counter,) = [event for event in trace["traceEvents"] if event["ph"] == "C"]
-    assert counter["args"] == {"live": 100, "dropped": 20, "on the host": 30}
+    assert counter["args"] == {"live": 100, "dropped": 20, "swapped out": 30}
     tracks = [event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"]
     assert tracks == ["compute", "recompute", "lane out", "lane in"]
 

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-MODES = ("ordinary", "drop_all", "random", "swap_all", "mix", "budget")
+MODES = ("ordinary", "drop_all", "random", "swap_all", "disk_all", "mix", "budget")
 
 SABOTAGES = (
     "NO_RNG_RESTORE",
@@ -54,9 +54,9 @@ def managed(mode: str, *, seed: int = 0, budget_bytes: int | None = None) -> Ite
 
     Args:
         mode: "ordinary": no runtime at all. "drop_all": everything that can be dropped is dropped at once.
-            "random": a seeded random choice is dropped at random op boundaries. "swap_all": everything is swapped
-            out at once. "mix": random choices are swapped out, dropped and brought back. "budget": policy
-            "recompute" under `budget_bytes`.
+            "random": a seeded random choice is dropped at random op boundaries. "swap_all", "disk_all": everything is
+            swapped out at once, to host memory or to disk. "mix": random choices are swapped out, dropped and brought
+            back. "budget": policy "recompute" under `budget_bytes`.
         seed: of modes "random" and "mix".
         budget_bytes: of mode "budget".
     """
@@ -75,9 +75,13 @@ def managed(mode: str, *, seed: int = 0, budget_bytes: int | None = None) -> Ite
     if mode == "budget":
         runtime = delta.Runtime(budget_bytes, policy="recompute", min_bytes=0)
     else:
-        policy = dataclasses.replace(get_policy(f"stress_{mode}"), seed=seed)
+        stress = "swap_all" if mode == "disk_all" else mode
+        policy = dataclasses.replace(get_policy(f"stress_{stress}"), seed=seed)
         host_budget = "2GiB" if mode in ("swap_all", "mix") else None
-        runtime = delta.Runtime(policy=policy, min_bytes=0, host_budget=host_budget)
+        disk_budget = "512MiB" if mode == "disk_all" else None
+        runtime = delta.Runtime(
+            policy=policy, min_bytes=0, host_budget=host_budget, disk_budget=disk_budget
+        )
     try:
         with runtime:
             yield probe

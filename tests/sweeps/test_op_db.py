@@ -22,7 +22,7 @@ SAMPLES = 3
 LEAST_REBUILT = {torch.float64: 440, torch.float32: 440}
 
 RUNS = [(dtype, mode) for dtype in LEAST_REBUILT for mode in ("drop_all", "random")]
-RUNS += [(torch.float32, "swap_all"), (torch.float32, "mix")]
+RUNS += [(torch.float32, mode) for mode in ("swap_all", "disk_all", "mix")]
 
 _results: dict[tuple[torch.dtype, str], dict[str, Result]] = {}
 

@@ -1,0 +1,23 @@
+// Errors that bindings.cpp turns into the Python classes of delta_runtime.core.errors.
+#pragma once
+
+#include <stdexcept>
+
+namespace delta {
+
+// A tensor was changed in place although a saved tensor, or the recipe of one, still needs it.
+struct InplaceModificationError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// A rebuilt value differs from the one that was dropped.
+struct RecomputeMismatchError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// A saved tensor's copy cannot be read, and it cannot be recomputed.
+struct SwapFailedError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+}  // namespace delta

@@ -1,0 +1,78 @@
+// What a tier below the device is made of: a store, and the blocks in it that hold pages' bytes.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+
+namespace delta {
+
+enum class Tier : int8_t { Host = 0, Disk = 1 };
+
+// Aligned memory for file systems that copy nothing by themselves (O_DIRECT). One for each lane,
+// made when it is first needed.
+class Bounce {
+ public:
+  static constexpr int64_t kBytes = 1 << 20;
+  static constexpr int64_t kAlignment = 4096;
+
+  Bounce() = default;
+  ~Bounce() { std::free(data_); }
+  Bounce(const Bounce&) = delete;
+  Bounce& operator=(const Bounce&) = delete;
+
+  char* data() {  // nullptr: no memory
+    if (data_ == nullptr) {
+      data_ = static_cast<char*>(std::aligned_alloc(kAlignment, kBytes));
+    }
+    return data_;
+  }
+
+ private:
+  char* data_ = nullptr;
+};
+
+// Goes back to its store when it dies, on any thread.
+class Block {
+ public:
+  explicit Block(int64_t bytes) : bytes_(bytes) {}
+  virtual ~Block() = default;
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+  int64_t bytes() const { return bytes_; }
+  virtual int write(const void* from, Bounce& bounce) = 0;  // all of it; 0 or an errno
+  virtual int read(void* to, Bounce& bounce) = 0;
+
+ private:
+  int64_t bytes_;
+};
+
+struct StoreUsage {
+  int64_t cap_bytes = 0;
+  int64_t used_bytes = 0;       // asked for by the blocks that there are
+  int64_t peak_used_bytes = 0;  // the most of it
+  int64_t taken_bytes = 0;      // up to the highest end of a block that there ever was
+  int64_t refusals = 0;         // requests that the cap, or the system, did not allow
+};
+
+// Thread-safe. Always held by a shared_ptr: blocks keep it alive.
+class Store {
+ public:
+  virtual ~Store() = default;
+
+  // nullptr where there is no room below the cap. The content is undefined.
+  virtual std::shared_ptr<Block> allocate(int64_t bytes) = 0;
+  virtual StoreUsage usage() const = 0;
+  // Takes nothing any more: writing failed, or the runtime is closed. Once it is empty, a closed
+  // one gives what it took back to the system.
+  virtual void fail() = 0;
+  virtual void retire() = 0;
+  int64_t returns() const { return returns_.load(); }  // blocks that have come back so far
+
+ protected:
+  std::atomic<int64_t> returns_{0};
+};
+
+}  // namespace delta
