@@ -5,9 +5,13 @@
 
 namespace delta {
 
-BestFit::BestFit(int64_t bytes, int64_t alignment) : alignment_(alignment) {
-  if (bytes >= alignment) {
-    add_hole(0, bytes / alignment * alignment);
+BestFit::BestFit(int64_t bytes, int64_t alignment) : alignment_(alignment) { extend(bytes); }
+
+void BestFit::extend(int64_t bytes) {
+  const int64_t more = bytes / alignment_ * alignment_;
+  if (more > 0) {
+    end_ += more;
+    give_back(end_ - more, more);
   }
 }
 

@@ -14,6 +14,7 @@ class BestFit {
   // Every place begins at, and takes up, a multiple of `alignment`.
   BestFit(int64_t bytes, int64_t alignment);
 
+  void extend(int64_t bytes);   // the range, at its end
   int64_t take(int64_t bytes);  // an offset; -1: no room
   void give_back(int64_t offset, int64_t bytes);
   int64_t rounded(int64_t bytes) const;  // what a place of so many bytes takes up
@@ -23,6 +24,7 @@ class BestFit {
   void add_hole(int64_t begin, int64_t bytes);
 
   int64_t alignment_;
+  int64_t end_ = 0;                   // of the range
   int64_t highest_end_ = 0;           // of a place that there ever was
   std::map<int64_t, int64_t> holes_;  // bytes by offset
   std::set<std::pair<int64_t, int64_t>>

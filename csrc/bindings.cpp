@@ -185,6 +185,7 @@ py::dict counters_of(const Session& s) {
   d["swapped_now_bytes"] = s.swapped_now_bytes_;
   d["known_pages"] = s.pages_.size();
   d["uncounted_bytes"] = s.uncounted_bytes_;
+  d["boundary_peak_bytes"] = s.boundary_peak_bytes_;
   d["tick"] = s.tick_;
   return d;
 }
@@ -204,6 +205,7 @@ py::list tiers_of(const Session& s) {
     d["used_bytes"] = u.used_bytes;
     d["peak_used_bytes"] = u.peak_used_bytes;
     d["taken_bytes"] = u.taken_bytes;
+    d["pinned_bytes"] = u.pinned_bytes;
     d["refusals"] = u.refusals;
     d["out"] = lane(*tier.out);
     d["in"] = lane(*tier.in);
@@ -230,6 +232,25 @@ std::function<void(int64_t)> callback_of(py::object callable) {
     } catch (py::error_already_set& e) {
       e.discard_as_unraisable(
           "delta_runtime: the policy failed; evicting by the last known weights");
+    }
+  };
+}
+
+// A Python callable (address, bytes) -> whether it worked. An error is a no.
+std::function<bool(void*, int64_t)> pinning_of(py::object callable) {
+  auto holder =
+      std::shared_ptr<py::object>(new py::object(std::move(callable)), [](py::object* object) {
+        py::gil_scoped_acquire gil;
+        delete object;
+      });
+  return [holder](void* begin, int64_t bytes) {
+    py::gil_scoped_acquire gil;
+    py::error_scope pending;
+    try {
+      return (*holder)(reinterpret_cast<uintptr_t>(begin), bytes).cast<bool>();
+    } catch (py::error_already_set& e) {
+      e.discard_as_unraisable("delta_runtime: pinning host memory failed");
+      return false;
     }
   };
 }
@@ -264,7 +285,7 @@ void bind_session(py::module_& m) {
       .def(py::init([](const std::string& device, int64_t budget_bytes, int64_t min_bytes,
                        int verify, int stress, uint64_t seed, bool drop, bool swap,
                        int64_t host_bytes, double link_bytes_per_s, int spill_file,
-                       int64_t spill_bytes, bool spill_direct) {
+                       int64_t spill_bytes, bool spill_direct, py::object pin, py::object unpin) {
              SessionOptions options;
              options.device = c10::Device(device);
              options.budget_bytes = budget_bytes;
@@ -279,13 +300,17 @@ void bind_session(py::module_& m) {
              options.spill_file = spill_file;
              options.spill_bytes = spill_bytes;
              options.spill_direct = spill_direct;
+             if (!pin.is_none()) {
+               options.pinning = {pinning_of(std::move(pin)), pinning_of(std::move(unpin))};
+             }
              return c10::make_intrusive<Session>(options);
            }),
            py::kw_only(), py::arg("device") = "cpu", py::arg("budget_bytes") = 0,
            py::arg("min_bytes") = 4096, py::arg("verify") = 1, py::arg("stress") = 0,
            py::arg("seed") = 0, py::arg("drop") = true, py::arg("swap") = false,
            py::arg("host_bytes") = 0, py::arg("link_bytes_per_s") = 0.0, py::arg("spill_file") = -1,
-           py::arg("spill_bytes") = 0, py::arg("spill_direct") = false,
+           py::arg("spill_bytes") = 0, py::arg("spill_direct") = false, py::arg("pin") = py::none(),
+           py::arg("unpin") = py::none(),
            "Owns the descriptor `spill_file`, if it is one, from here on.")
       .def("pack_hook", [](c10::intrusive_ptr<Session> s) { return hook(s, &g_pack_method); })
       .def("unpack_hook", [](c10::intrusive_ptr<Session> s) { return hook(s, &g_unpack_method); })

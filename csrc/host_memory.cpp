@@ -17,6 +17,7 @@ class HostBlock : public Block {
     std::memcpy(data(), from, static_cast<size_t>(bytes()));
     return 0;
   }
+  void* memory() override { return data(); }
   int read(void* to, Bounce&) override {
     std::memcpy(to, data(), static_cast<size_t>(bytes()));
     return 0;
@@ -41,12 +42,16 @@ HostMemory::Reservation HostMemory::Reservation::of(int64_t cap_bytes) {
   return {};
 }
 
-HostMemory::HostMemory(int64_t cap_bytes)
-    : reserved_(Reservation::of(cap_bytes)), places_(reserved_.bytes, kAlignment) {
+HostMemory::HostMemory(int64_t cap_bytes, Pinning pinning)
+    : reserved_(Reservation::of(cap_bytes)),
+      pinning_(std::move(pinning)),
+      places_(pinning_.pin ? 0 : reserved_.bytes, kAlignment),
+      open_bytes_(pinning_.pin ? 0 : reserved_.bytes) {
   usage_.cap_bytes = cap_bytes;
 }
 
 HostMemory::~HostMemory() {
+  unpin();
   if (reserved_.begin != nullptr) {
     munmap(reserved_.begin, static_cast<size_t>(reserved_.bytes));
   }
@@ -57,6 +62,7 @@ std::shared_ptr<Block> HostMemory::allocate(int64_t bytes) {
   const int64_t offset = retired_ ? -1 : places_.take(bytes);
   if (offset < 0) {
     ++usage_.refusals;
+    asked_bytes_ = std::max(asked_bytes_, bytes);
     return nullptr;
   }
   usage_.used_bytes += bytes;
@@ -73,6 +79,43 @@ void HostMemory::give_back(int64_t offset, int64_t bytes) {
   return_if_empty();
 }
 
+// Opens the next part, if the last one is in use or a request did not fit. Where it cannot be
+// pinned it is used as it is: copies are slower then, and not less right.
+void HostMemory::grow() {
+  int64_t more = 0;
+  char* begin = nullptr;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    const bool filling = places_.highest_end() > open_bytes_ - kStepBytes / 2;
+    if (!pinning_.pin || retired_ || !(filling || asked_bytes_ > 0)) {
+      return;
+    }
+    more = std::min(std::max(kStepBytes, (asked_bytes_ + 4095) / 4096 * 4096),
+                    reserved_.bytes - open_bytes_);
+    asked_bytes_ = 0;
+    if (more <= 0) {
+      return;
+    }
+    begin = reserved_.begin + open_bytes_;
+    open_bytes_ += more;
+  }
+  const bool pinned = pinning_.pin(begin, more);
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (pinned) {
+    pinned_.emplace_back(begin, more);
+    usage_.pinned_bytes += more;
+  }
+  places_.extend(more);
+  returns_.fetch_add(1);
+}
+
+void HostMemory::unpin() {
+  for (const auto& [begin, bytes] : pinned_) {
+    pinning_.unpin(begin, bytes);
+  }
+  pinned_.clear();
+}
+
 void HostMemory::retire() {
   std::lock_guard<std::mutex> guard(mutex_);
   retired_ = true;
@@ -80,7 +123,7 @@ void HostMemory::retire() {
 }
 
 void HostMemory::return_if_empty() {
-  if (retired_ && usage_.used_bytes == 0 && reserved_.begin != nullptr) {
+  if (retired_ && pinned_.empty() && usage_.used_bytes == 0 && reserved_.begin != nullptr) {
     madvise(reserved_.begin, static_cast<size_t>(reserved_.bytes), MADV_DONTNEED);
   }
 }

@@ -1,39 +1,38 @@
-// Copy lanes of the CPU device: one worker thread for each tier and direction, in order, throttled
-// on request. With a throttle they stand in for the copy engines of an accelerator.
+// Copy lanes: one for each tier and direction, in order. On the CPU worker threads (thread_lane.h),
+// on an accelerator side streams (stream_lane.h); the same contract.
 //
 // Note: a transfer's life
-//  1. Whoever submits it keeps both ends of it alive until it has ended: `device` holds the
-//  storage,
-//     which is read or written at `memory`, and `block` the other end. The worker never lets go of
-//     either: a storage may have a Python side, and whoever waits for the worker may hold the GIL.
-//  2. The worker takes no lock but the lane's own, and never the GIL. Waiting for it is safe inside
-//     an allocation, with the GIL held, and under no lock of the session.
-//  3. A transfer that has not begun can be cancelled; one that runs is waited for.
-//  4. A forked child has no workers: there, waiting does the copy itself. So does submitting where
-//     the lane was stopped, or where the system gives no thread.
-//  5. A copy to or from a disk may fail; `error` says why. What it would have written is undefined.
+//  1. Whoever submits it keeps both ends of it alive until it has ended: `device` holds the storage
+//     that is read or written at `memory`, and `block` is the other end. Lanes never let go of
+//     either: a storage may have a Python side, and whoever waits for a lane may hold the GIL.
+//  2. A lane takes no lock but its own, and never the GIL. Waiting for it is safe with the GIL
+//  held,
+//     inside an allocation of the CPU pool, and under no lock of the session.
+//  3. `wait` promises order: what the caller does next with either end comes after the copy. On a
+//     stream the copy need not have ended by then, and the ends have to live on until it has.
+//  4. A copy to or from a disk may fail; `error` says why. What it would have written is undefined.
 #pragma once
 
+#include <c10/core/Event.h>
 #include <c10/core/Storage.h>
+#include <c10/core/Stream.h>
 #include <c10/util/intrusive_ptr.h>
-#include <sys/types.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
+#include <limits>
 #include <memory>
 #include <mutex>
-#include <thread>
-#include <utility>
+#include <optional>
 
 #include "store.h"
 
 namespace delta {
 
 class Lane;
+
+constexpr c10::StreamId kNoStream = std::numeric_limits<c10::StreamId>::min();
 
 struct Transfer : c10::intrusive_ptr_target {
   enum class State : uint8_t { Queued, Running, Done, Cancelled, Failed };
@@ -51,12 +50,21 @@ struct Transfer : c10::intrusive_ptr_target {
   double begin_s = 0;  // of its run, by the steady clock
   double end_s = 0;
 
+  // On streams only.
+  c10::StreamId stream = kNoStream;      // that the device memory belongs to
+  c10::intrusive_ptr<Transfer> follows;  // in: the copy out that it reads
+  std::optional<c10::Event> began;       // on the lane's stream
+  std::optional<c10::Event> after;       // on the lane's stream
+  std::atomic<c10::StreamId> ordered_before{
+      kNoStream};  // what this stream does next comes after it
+
   bool ended() const {
     const State now = state.load(std::memory_order_acquire);
     return now == State::Done || now == State::Cancelled || now == State::Failed;
   }
   bool failed() const { return state.load(std::memory_order_acquire) == State::Failed; }
   bool done() const { return state.load(std::memory_order_acquire) == State::Done; }
+  bool ordered() const { return ordered_before.load(std::memory_order_acquire) != kNoStream; }
 };
 using TransferPtr = c10::intrusive_ptr<Transfer>;
 
@@ -66,58 +74,28 @@ struct LaneTotals {
   double busy_s = 0;
 };
 
-// One direction of the link of a virtual accelerator: whatever goes over it shares its time.
-class Throttle {
- public:
-  using Time = std::chrono::steady_clock::time_point;
-
-  explicit Throttle(double bytes_per_s) : bytes_per_s_(bytes_per_s) {}
-  std::pair<Time, Time> claim(int64_t bytes, Time now);  // begin and end of its time on the link
-  double seconds_for(int64_t bytes) const { return static_cast<double>(bytes) / bytes_per_s_; }
-
- private:
-  const double bytes_per_s_;
-  std::mutex mutex_;
-  Time free_at_{};
-};
-
 class Lane {
  public:
-  // By the throttle's clock, if there is one; `only_link`: there is nothing slower behind it.
-  Lane(std::shared_ptr<Throttle> throttle, bool only_link)
-      : throttle_(std::move(throttle)), only_link_(only_link), process_(getpid()) {}
-  ~Lane() { stop(); }
+  Lane() = default;
+  virtual ~Lane() = default;
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
 
-  void submit(const TransferPtr& transfer);  // starts the worker with the first one
-  void wait(Transfer& transfer);
-  bool cancel(Transfer& transfer);  // false: it has begun
-  void stop();  // after what is queued, unthrottled; submitting later copies at once
+  virtual void submit(const TransferPtr& transfer) = 0;
+  virtual void wait(Transfer& transfer) = 0;        // see Note, rule 3
+  virtual bool cancel(Transfer& transfer) = 0;      // false: it has begun
+  virtual void poll() {}                            // takes note of what has ended
+  virtual void stop() = 0;                          // after what is queued
+  virtual double seconds_for(int64_t bytes) const;  // as measured; 0: not known yet
 
   int64_t queued_bytes() const { return queued_bytes_.load(std::memory_order_relaxed); }
   bool idle() const { return queued_bytes() == 0; }
-  double seconds_for(int64_t bytes) const;  // by the throttle, or as measured; 0: not known yet
   LaneTotals totals() const;
 
- private:
-  void leave_behind_in_fork();
-  static void copy(Transfer& transfer, Bounce& bounce);
-  static void copy_now(Transfer& transfer);  // by whoever asks for it
-  void work();
-  void run(Transfer& transfer);
+ protected:
+  void count(const Transfer& transfer);  // under the mutex; it has ended
 
-  const std::shared_ptr<Throttle> throttle_;
-  const bool only_link_;
-  Bounce bounce_;  // the worker's
   mutable std::mutex mutex_;
-  std::condition_variable submitted_;
-  std::condition_variable ended_;
-  std::deque<TransferPtr> queue_;
-  std::thread worker_;
-  bool stopping_ = false;
-  bool stopped_ = false;  // nobody takes anything out of the queue any more
-  pid_t process_;         // that the worker belongs to
   std::atomic<int64_t> queued_bytes_{0};
   LaneTotals totals_;
 };

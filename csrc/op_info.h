@@ -78,6 +78,9 @@ enum class Sabotage : int {
   PreWriteValue = 5,  // in-place ops are left out at replay
   NoCloneOnWrite = 6,
   WrongShortcut = 7,
+  NoOrderOut = 8,    // memory is freed while a side stream may still read it
+  NoOrderIn = 9,     // memory is used before a side stream has filled it
+  NoOrderSide = 10,  // a side stream does not wait for what compute has queued
 };
 Sabotage sabotage();
 void set_sabotage(Sabotage which);

@@ -1,5 +1,6 @@
 // The observer of atomic ops: boundaries, watermarks and seconds always; values, versions and
 // recipes while taping (forward, or backward with grad mode on).
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/record_function.h>
 #include <c10/core/DefaultDtype.h>
@@ -326,7 +327,8 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
     }
     open.facts = entry->second;
     const OpFacts facts = op_facts_[open.facts];
-    open.timed = logging_ || tracing_ || facts.seconds < 0;
+    open.timed = logging_ || (tracing_ && options_.device.is_cpu()) || facts.seconds < 0;
+    open.traced = tracing_;
     const int64_t need = facts.watermark_bytes >= 0 ? facts.watermark_bytes : input_bytes;
     const bool tight = options_.budget_bytes > 0 && live_bytes() + need > options_.budget_bytes;
     if (tight || !tiers_.empty() || options_.stress != Stress::None) {
@@ -371,11 +373,19 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
   if (logging_) {
     log_begin(open, inputs);
   }
-  open.live_bytes = live_bytes();
   if (options_.device.is_cpu()) {
+    open.live_bytes = live_bytes();
     cpu_pool::open_window();
+  } else {
+    const DeviceBytes now = device_bytes(options_.device);
+    open.live_bytes = now.live;
+    open.peak_bytes = now.peak;
+    boundary_peak_bytes_ = std::max(boundary_peak_bytes_, now.live);
   }
   if (open.timed) {
+    await_device();
+  }
+  if (open.timed || open.traced) {
     open.begin = std::chrono::steady_clock::now();
   }
 }
@@ -427,12 +437,21 @@ void Session::end_op(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs) 
   const OpInfo& info = *open.info;
   double seconds = -1;
   if (open.timed) {
+    await_device();
+  }
+  if (open.timed || open.traced) {
     seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - open.begin).count();
   }
   int64_t watermark = 0;
   if (options_.device.is_cpu()) {
     watermark = cpu_pool::window_peak_bytes() + uncounted_bytes_ - open.live_bytes +
                 cpu_pool::window_rescued_bytes();
+  } else {
+    // What it left behind; what it needed meanwhile shows where it set a record.
+    const DeviceBytes now = device_bytes(options_.device);
+    const int64_t most = now.peak > open.peak_bytes ? now.peak : now.live;
+    watermark = std::max<int64_t>(0, most - open.live_bytes);
+    boundary_peak_bytes_ = std::max(boundary_peak_bytes_, most);
   }
   const bool threw = outputs.empty() && info.n_returns > 0;
 
@@ -440,21 +459,21 @@ void Session::end_op(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs) 
   if (open.facts < op_facts_.size()) {  // else the table was cleared under the op
     auto& facts = op_facts_[open.facts];
     if (!threw) {
-      if (options_.device.is_cpu()) {  // elsewhere it is not known
-        facts.watermark_bytes = std::max(facts.watermark_bytes, watermark);
-      }
+      facts.watermark_bytes = std::max(facts.watermark_bytes, watermark);
       if (open.timed && (facts.seconds < 0 || seconds < facts.seconds)) {
         facts.seconds = seconds;
       }
     }
-    seconds = open.timed ? seconds : facts.seconds;
   }
-  if (tracing_ && open.timed && trace_.size() < kMostTraceRows) {
+  if (open.traced && trace_.size() < kMostTraceRows) {
     const double begin_s = seconds_of(open.begin);
     trace_.push_back({static_cast<int64_t>(TraceKind::Op), static_cast<int64_t>(info.name_hash),
                       live_bytes(), dropped_now_bytes_, swapped_now_bytes_, begin_s,
                       begin_s + seconds});
     log_names_.emplace(info.name_hash, &info);
+  }
+  if (!open.timed && open.facts < op_facts_.size()) {
+    seconds = op_facts_[open.facts].seconds;
   }
   LoggedOp* row = nullptr;
   if (open.log_index >= 0 && open.log_index < static_cast<int64_t>(log_ops_.size())) {
@@ -586,6 +605,7 @@ void Session::take_returned(OpenOp& open, bool unknown, int position, int index,
   }
   entry->second = c10::make_intrusive<Page>(t.storage().getWeakStorageImpl());
   Page& page = *entry->second;
+  note_stream(page);
   page.bytes = static_cast<int64_t>(storage->nbytes());
   page.set_current(new_value(open, unknown, page.bytes, false, position, index));
   if (version_of(t) >= 0) {
@@ -650,6 +670,7 @@ Page* Session::take_saved_clone(OpenOp& open, const Ticket& ticket) {
     log_ops_.push_back(row);
   }
   auto page = c10::make_intrusive<Page>(storage.getWeakStorageImpl());
+  note_stream(*page);
   page->bytes = bytes;
   page->set_current(std::move(value));
   return pages_.emplace(storage_of(ticket.kept), std::move(page)).first->second.get();

@@ -30,6 +30,7 @@
 #include "cpu_pool.h"
 #include "session.h"
 #include "shortcuts.h"
+#include "stream_lane.h"
 
 namespace delta {
 namespace {
@@ -518,6 +519,9 @@ void Session::rehome(Page& page, const c10::Storage& storage) {
   page.strong = storage;
   page.weak = storage.getWeakStorageImpl();
   page.last_use = tick_;
+  page.stream = current_stream_id(options_.device);
+  page.many_streams = false;
+  page.arrival.reset();
   if (keep) {
     pages_.emplace(storage.unsafeGetStorageImpl(), std::move(keep));
   }

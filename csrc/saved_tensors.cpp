@@ -202,6 +202,7 @@ at::Tensor Session::unpack(Ticket& ticket) {
     audit_now = page.audit_pending;
     page.audit_pending = false;
     page.last_use = tick_;
+    note_stream(page);
     frontier_ = page.packed_at;
     ++counters_.unpacks;
     emit(EventKind::Used, &page, page.bytes, 0, page.current->key);
@@ -251,6 +252,7 @@ void Session::release(Ticket& ticket) {
           break;
       }
       forget_copy(*page);
+      page->arrival.reset();
       emit(EventKind::Released, page.get(), page->bytes, 0, page->current->key);
       managed_.erase(page->id);
       last = managed_.empty() && !entered_;

@@ -1,12 +1,14 @@
 // Entering and leaving a session, steps, and the table of pages.
 #include <ATen/record_function.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <mutex>
 
 #include "cpu_pool.h"
 #include "observer.h"
 #include "session.h"
+#include "stream_lane.h"
 
 namespace delta {
 namespace {
@@ -99,6 +101,7 @@ void Session::begin_step() {
   next_key_ = 0;
   fingerprint_ = 0;
   phase_ = Phase::Forward;
+  boundary_peak_bytes_ = 0;
   plan_ = plans_.empty() ? nullptr : plans_.front().get();
   if (op_facts_.size() > kMostFacts) {  // of a program whose shapes never repeat
     op_facts_.clear();
@@ -151,6 +154,7 @@ Page* Session::page_of(const at::Tensor& t) {
   auto [entry, unknown] = pages_.emplace(storage, nullptr);
   if (!unknown) {
     Page* page = entry->second.get();
+    note_stream(*page);
     if (page->many_counters || version < 0) {
       return page;
     }
@@ -163,6 +167,7 @@ Page* Session::page_of(const at::Tensor& t) {
   }
   entry->second = c10::make_intrusive<Page>(t.storage().getWeakStorageImpl());
   Page* page = entry->second.get();
+  note_stream(*page);
   page->bytes = static_cast<int64_t>(storage->nbytes());
   page->set_current(make_source(page->bytes));
   if (version >= 0) {
@@ -173,6 +178,17 @@ Page* Session::page_of(const at::Tensor& t) {
     charge_uncounted(*page, page->bytes);
   }
   return page;
+}
+
+// Memory goes back to the stream that it was allocated on, at once. Nobody knows how far another
+// stream is that uses it too, so such a page stays until autograd lets it go.
+void Session::note_stream(Page& page) const {
+  if (options_.device.is_cpu()) {
+    return;
+  }
+  const c10::StreamId stream = current_stream_id(options_.device);
+  page.many_streams |= page.stream != kNoStream && page.stream != stream;
+  page.stream = stream;
 }
 
 // The budget is about all that the device holds; what the pool cannot see is charged to it here.
@@ -309,6 +325,7 @@ c10::Storage Session::storage_there(const Value& v) const {
     return {};
   }
   if (v.home->strong) {
+    order_after_arrival(*v.home);
     return v.home->strong;
   }
   auto storage = v.home->weak.lock();
@@ -406,9 +423,18 @@ int64_t Session::live_bytes() const {
   if (options_.device.is_cpu()) {
     return cpu_pool::live_bytes() + uncounted_bytes_;
   }
-  auto stats =
-      c10::getDeviceAllocator(options_.device.type())->getDeviceStats(options_.device.index());
-  return stats.allocated_bytes[0].current;
+  return device_bytes(options_.device).live;
+}
+
+DeviceBytes device_bytes(c10::Device device) {
+  const auto stats = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
+  return {stats.allocated_bytes[0].current, stats.allocated_bytes[0].peak};
+}
+
+void Session::await_device() const {
+  if (!options_.device.is_cpu()) {
+    c10::impl::VirtualGuardImpl(options_.device.type()).getStream(options_.device).synchronize();
+  }
 }
 
 }  // namespace delta

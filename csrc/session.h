@@ -27,8 +27,8 @@
 #include <unordered_set>
 #include <vector>
 
+#include "host_memory.h"
 #include "lanes.h"
-#include "store.h"
 #include "values.h"
 
 namespace delta {
@@ -93,6 +93,7 @@ struct SessionOptions {
   int spill_file = -1;          // descriptor of the file to swap to, behind host memory; -1: none
   int64_t spill_bytes = 0;      // most of it
   bool spill_direct = false;    // it is opened with O_DIRECT
+  HostMemory::Pinning pinning;  // of host memory, below an accelerator
 
   bool evicts() const { return drop || swap; }
 };
@@ -237,9 +238,11 @@ struct OpenOp {
   c10::SmallVector<Written, 2> written;
   std::vector<Ticket*> pending;
   int64_t live_bytes = 0;
+  int64_t peak_bytes = 0;  // of an accelerator's allocator, ever
   int64_t log_index = -1;
-  size_t facts = 0;  // index into Session::op_facts_
-  bool timed = false;
+  size_t facts = 0;     // index into Session::op_facts_
+  bool timed = false;   // its seconds count
+  bool traced = false;  // they are shown
   std::chrono::steady_clock::time_point begin;
   bool active = false;
   bool region = false;
@@ -271,6 +274,13 @@ class SpinLock {
  private:
   std::atomic<bool> held_{false};
 };
+
+// What an accelerator's allocator counts.
+struct DeviceBytes {
+  int64_t live = 0;
+  int64_t peak = 0;  // ever, or since somebody reset it
+};
+DeviceBytes device_bytes(c10::Device device);
 
 using ToClone = std::vector<c10::intrusive_ptr<Value>>;
 
@@ -350,6 +360,8 @@ struct Session : c10::intrusive_ptr_target {
   Lane& lane_in_of(const Page& page) const;
   double seconds_in_for(int64_t bytes) const;  // from the nearest tier; 0: not known yet
   void end_transfer(Transfer& transfer);       // under the lock
+  void order_after_arrival(Page& page) const;  // under the lock
+  void note_stream(Page& page) const;          // under the lock
   void note_failure(int64_t& count, int error);
   void stop_lanes();
 
@@ -400,6 +412,7 @@ struct Session : c10::intrusive_ptr_target {
   int64_t distance_of(Page& page) const;
   void count_kept(const at::Tensor& t, Page* page, KeptReason reason);
   int64_t live_bytes() const;
+  void await_device() const;  // so that the clock shows what an accelerator took
 
   SessionOptions options_;
   SpinLock mutex_;
@@ -411,6 +424,7 @@ struct Session : c10::intrusive_ptr_target {
   int64_t live_tickets_ = 0;
   int64_t dropped_now_bytes_ = 0;
   int64_t managed_resident_bytes_ = 0;
+  int64_t boundary_peak_bytes_ = 0;  // of an accelerator: the highest at a boundary of this step
   int64_t uncounted_bytes_ = 0;  // of sources that the pool does not own: older, or foreign memory
 
   int64_t tick_ = 0;

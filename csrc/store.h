@@ -44,6 +44,7 @@ class Block {
   int64_t bytes() const { return bytes_; }
   virtual int write(const void* from, Bounce& bounce) = 0;  // all of it; 0 or an errno
   virtual int read(void* to, Bounce& bounce) = 0;
+  virtual void* memory() { return nullptr; }  // where it lies in host memory, if it does
 
  private:
   int64_t bytes_;
@@ -54,7 +55,8 @@ struct StoreUsage {
   int64_t used_bytes = 0;       // asked for by the blocks that there are
   int64_t peak_used_bytes = 0;  // the most of it
   int64_t taken_bytes = 0;      // up to the highest end of a block that there ever was
-  int64_t refusals = 0;         // requests that the cap, or the system, did not allow
+  int64_t pinned_bytes = 0;
+  int64_t refusals = 0;  // requests that the cap, or the system, did not allow
 };
 
 // Thread-safe. Always held by a shared_ptr: blocks keep it alive.
@@ -69,6 +71,8 @@ class Store {
   // one gives what it took back to the system.
   virtual void fail() = 0;
   virtual void retire() = 0;
+  // Takes more from the system, where it does so by and by. Under no lock: it may take the GIL.
+  virtual void grow() {}
   int64_t returns() const { return returns_.load(); }  // blocks that have come back so far
 
  protected:

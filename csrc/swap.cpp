@@ -25,6 +25,8 @@
 #include "replay.h"
 #include "session.h"
 #include "spill_file.h"
+#include "stream_lane.h"
+#include "thread_lane.h"
 
 namespace delta {
 namespace {
@@ -39,7 +41,15 @@ double now_s() { return seconds_of(std::chrono::steady_clock::now()); }
 }  // namespace
 
 void Session::open_tiers() {
-  TORCH_CHECK(options_.device.is_cpu(), "swapping has lanes for the CPU device only");
+  if (!options_.device.is_cpu()) {
+    SwapTier tier;
+    tier.store = std::make_shared<HostMemory>(options_.host_bytes, options_.pinning);
+    tier.store->grow();
+    tier.out = std::make_unique<StreamLane>(options_.device);
+    tier.in = std::make_unique<StreamLane>(options_.device);
+    tiers_.push_back(std::move(tier));
+    return;
+  }
   const bool spills = options_.spill_file >= 0;
   const int64_t bounce_bytes = spills && options_.spill_direct ? 2 * Bounce::kBytes : 0;
   std::shared_ptr<Throttle> links[2];
@@ -52,8 +62,8 @@ void Session::open_tiers() {
     SwapTier tier;
     tier.kind = kind;
     tier.store = std::move(store);
-    tier.out = std::make_unique<Lane>(links[0], kind == Tier::Host);
-    tier.in = std::make_unique<Lane>(links[1], kind == Tier::Host);
+    tier.out = std::make_unique<ThreadLane>(links[0], kind == Tier::Host);
+    tier.in = std::make_unique<ThreadLane>(links[1], kind == Tier::Host);
     tiers_.push_back(std::move(tier));
   };
   if (options_.host_bytes > 0) {
@@ -106,12 +116,13 @@ bool Session::can_write_back(Page& page) const {
   return !tiers_.empty() && page.candidate >= 0 && page.tickets > 0 && !page.copy &&
          !is_refused(page) && page.strong.use_count() == 1 && !page.being_written &&
          content_unchanged(page) && static_cast<int64_t>(page.strong.nbytes()) == page.bytes &&
-         !c10::impl::cow::is_cow_data_ptr(page.strong.data_ptr()) &&
-         cpu_pool::owns(page.strong.data_ptr());
+         !c10::impl::cow::is_cow_data_ptr(page.strong.data_ptr()) && !page.many_streams &&
+         (!options_.device.is_cpu() || cpu_pool::owns(page.strong.data_ptr()));
 }
 
 bool Session::copy_is_good(const Page& page) const {
-  return page.copy && page.copy->transfer->done() && page.copy->epoch == page.epoch &&
+  const bool there = page.copy && (page.copy->transfer->done() || page.copy->transfer->ordered());
+  return there && page.copy->epoch == page.epoch && !page.many_streams &&
          page.copy->version == page.version && !page.being_written && content_unchanged(page) &&
          static_cast<int64_t>(page.strong.nbytes()) == page.bytes;
 }
@@ -174,6 +185,7 @@ bool Session::write_back(Page& page) {
   page.copy->epoch = page.epoch;
   page.copy->version = page.version;
   counters_.written_back_bytes += page.bytes;
+  transfer->stream = page.stream;
   tier.flying_out.push_back(transfer);
   tier.out->submit(transfer);
   return true;
@@ -210,6 +222,8 @@ bool Session::reap() {
     }
   };
   for (auto& tier : tiers_) {
+    tier.out->poll();
+    tier.in->poll();
     for (; !tier.flying_out.empty() && tier.flying_out.front()->ended(); ended = true) {
       Transfer& t = *tier.flying_out.front();
       row(t, TraceKind::CopyOut);
@@ -304,6 +318,7 @@ bool Session::begin_swap_in(Page& page, bool prefetch) {
   transfer->page = page.id;
   transfer->device = storage;
   transfer->block = page.copy->block;
+  transfer->follows = page.copy->transfer->ended() ? nullptr : page.copy->transfer;
   rehome(page, storage);
   page.residency = Residency::SwappingIn;
   page.prefetched = prefetch;
@@ -322,6 +337,9 @@ void Session::finish_swap_in(Page& page) {
     return;
   }
   const double seconds = page.incoming->end_s - page.incoming->begin_s;
+  if (!page.incoming->ended()) {
+    page.arrival = page.incoming;
+  }
   page.incoming.reset();
   page.residency = Residency::Resident;
   page.retry_tick = 0;
@@ -355,6 +373,18 @@ void Session::fail_swap_in(Page& page) {
   emit(EventKind::Dropped, &page, page.bytes, 0, page.current->key);
 }
 
+// Makes the stream that is current wait for the copy that brought the page back, if it has to.
+void Session::order_after_arrival(Page& page) const {
+  if (!page.arrival) {
+    return;
+  }
+  if (page.arrival->ended()) {
+    page.arrival.reset();
+  } else if (page.arrival->ordered_before != current_stream_id(options_.device)) {
+    page.arrival->lane->wait(*page.arrival);
+  }
+}
+
 // Waits until the page is there; returns its storage, which pins it. Empty: it was dropped.
 c10::Storage Session::bring_back(Page& page) {
   bool told = false;
@@ -364,7 +394,7 @@ c10::Storage Session::bring_back(Page& page) {
     bool busy = false;
     {
       Guard guard(*this);
-      if (page.incoming && page.incoming->ended()) {
+      if (page.incoming && (page.incoming->ended() || page.incoming->ordered())) {
         finish_swap_in(page);
         if (!told && page.residency == Residency::Resident) {
           ++counters_.prefetch_hits;
@@ -390,6 +420,7 @@ c10::Storage Session::bring_back(Page& page) {
           counters_.in_stall_seconds += now_s() - begin;
         }
         page.prefetched = false;
+        order_after_arrival(page);
         return page.residency == Residency::Resident ? page.strong : c10::Storage();
       }
       if (!told) {
@@ -444,6 +475,9 @@ void Session::write_back_queued() {
 // comes next needs `need_bytes`.
 void Session::tend_lanes(int64_t need_bytes) {
   const int64_t budget = options_.budget_bytes;
+  for (auto& tier : tiers_) {
+    tier.store->grow();
+  }
   std::vector<c10::intrusive_ptr<Page>> wanted;
   {
     Guard guard(*this);

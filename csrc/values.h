@@ -178,9 +178,12 @@ struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   int64_t return_order = 0;     // its place in Session::swapped_
   int32_t frees = 0;            // times that its device copy went, and the one below stayed
   c10::intrusive_ptr<SwapCopy> copy;
-  TransferPtr incoming;       // while SwappingIn
-  int64_t reason_step = -1;   // step in which its kept bytes were counted last
-  uint64_t hash[2] = {0, 0};  // of the content, with verify="always"
+  TransferPtr incoming;  // while SwappingIn
+  TransferPtr arrival;   // that brought it back, while only streams know when it is over
+  c10::StreamId stream = kNoStream;  // of an accelerator, that it was made and used on
+  bool many_streams = false;         // it was used on others too
+  int64_t reason_step = -1;          // step in which its kept bytes were counted last
+  uint64_t hash[2] = {0, 0};         // of the content, with verify="always"
   bool hashed = false;
 
   explicit Page(c10::weak_intrusive_ptr<c10::StorageImpl> w) : weak(std::move(w)) {}

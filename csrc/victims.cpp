@@ -164,7 +164,7 @@ bool Session::drop_page(Page& page) {
   if (page.candidate < 0 || !options_.drop || page.tickets == 0 || page.retry_tick > tick_) {
     return false;
   }
-  if (page.strong.use_count() != 1 || !content_unchanged(page) ||
+  if (page.strong.use_count() != 1 || page.many_streams || !content_unchanged(page) ||
       c10::impl::cow::is_cow_data_ptr(page.strong.data_ptr())) {
     return false;
   }
@@ -252,6 +252,12 @@ int64_t Session::make_room(int64_t bytes, bool inside_allocation) {
     const double waited_s =
         std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     guard.lock();
+    if (first.out && !first.ended()) {  // on a stream: what is freed now is used again after it
+      thread_trash().take(std::move(first.device));
+      first.device = c10::Storage();
+      guard.unlock();
+      guard.lock();
+    }
     (first.out ? counters_.out_stall_seconds : counters_.in_stall_seconds) += waited_s;
   }
   if (inside_allocation) {

@@ -34,6 +34,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from delta_runtime.act.pinning import pinning
 from delta_runtime.act.tiers import open_tiers
 from delta_runtime.config import Config, check_requested
 from delta_runtime.core.errors import BudgetInfeasible, DeltaError, UsageError
@@ -77,8 +78,9 @@ class Runtime:
             construction; ``"always"`` compares a hash at every rebuild; ``"off"`` trusts all ops.
         min_bytes: smaller saved tensors are left alone.
         strict: raise BudgetInfeasible where the budget cannot be met, instead of running over it.
-        host_budget: most bytes of host memory to swap to. On a CPU device this, or the next, makes
-            the CPU pool stand in for an accelerator, with RAM outside of it as the host's.
+        host_budget: most bytes of host memory to swap to; None for half of what is available, below
+            an accelerator. On a CPU device this, or the next, makes the CPU pool stand in for one,
+            with RAM outside of it as the host's.
         link_bytes_per_s: throttle of the lanes between the two: bytes per second, or a card's name
             (``"pcie3"``, ``"pcie4"``, ``"pcie5"``, ``"c2c"``; see `delta_runtime.act.links`).
         disk_budget: most bytes of disk to swap to. With this, or the next, what host memory has no
@@ -159,6 +161,7 @@ class Runtime:
             raise
         if not self._swaps:
             tiers.close()
+        pins = pinning(self.device) if self._swaps else None
         self._session = _C.Session(
             device=str(self.device),
             budget_bytes=self.budget_bytes if policy.evicts_to else 0,
@@ -173,6 +176,8 @@ class Runtime:
             spill_file=tiers.spill.descriptor if tiers.spill and self._swaps else -1,
             spill_bytes=tiers.spill.budget_bytes if tiers.spill else 0,
             spill_direct=bool(tiers.spill and tiers.spill.direct),
+            pin=pins[0] if pins else None,
+            unpin=pins[1] if pins else None,
         )
         self._hooks = (self._session.pack_hook(), self._session.unpack_hook())
         self._ledger = Ledger(policy, checked=config.check)
@@ -397,7 +402,7 @@ class Runtime:
         step_peak_bytes = (
             _C.cpu_pool.step_peak_bytes() + counters["uncounted_bytes"]
             if self.device.type == "cpu"
-            else int(torch.accelerator.max_memory_allocated())
+            else counters["boundary_peak_bytes"]
         )
         now = StepTotals.from_counters(
             counters, peak_bytes=step_peak_bytes, steps=self._totals.steps + 1
@@ -546,7 +551,7 @@ class Runtime:
     def _tier_uses(self) -> tuple[TierUse, ...]:
         spill = self.tiers.spill
         names = {
-            "host": "host memory",
+            "host": "host memory" if self.device.type == "cpu" else "pinned host memory",
             "disk": "disk (O_DIRECT)" if spill and spill.direct else "disk (page cache)",
         }
         return tuple(

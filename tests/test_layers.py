@@ -39,7 +39,7 @@ LAYERS = {
     "report": _layer("core", "numpy scipy rich", lazy="matplotlib"),
     "extension": _layer("core _C", "torch"),
     "record": _layer("core extension _C", "numpy torch"),
-    "act": _layer("core extension _C", "numpy torch psutil", lazy="cupy cupyx"),
+    "act": _layer("core config extension _C", "numpy torch psutil", lazy="cupy cupyx"),
     "cpu_pool": _layer("core extension _C", "numpy torch"),
     "device": _layer("core config extension _C", "torch psutil"),
 }

@@ -3,7 +3,7 @@
 A CPU device is RAM itself, so there is no host memory below it unless it stands in for an
 accelerator: `host_budget` or `link_bytes_per_s` make it one (the virtual accelerator). Then the CPU
 pool is the device's memory and RAM outside of the pool is the host's. Disk lies below both, where
-`disk_budget` or `spill_dir` ask for it.
+`disk_budget` or `spill_dir` ask for it. Below an accelerator there is pinned host memory.
 """
 
 from __future__ import annotations
@@ -51,23 +51,25 @@ class Tiers:
 def open_tiers(config: Config, device: torch.device) -> Tiers:
     """What a runtime with these settings may swap to on this device. Opens the spill file.
 
+    An accelerator has host memory below it without being asked.
+
     Raises:
-        UsageError: more host memory or disk than there is, no such profile or directory, or a
-            device whose lanes this version does not have. Nothing has been changed.
+        UsageError: more host memory or disk than there is, no such profile or directory, or
+            something that this version has on the CPU device only. Nothing has been changed.
     """
     asked = {
         name: value
         for name in ("host_budget", "link_bytes_per_s", "disk_budget", "spill_dir")
         if (value := getattr(config, name)) is not None
     }
-    if not asked:
-        return Tiers()
     if device.type != "cpu":
-        raise UsageError(
-            f"{', '.join(asked)}: this version swaps on the CPU device only.",
-            asked=f"swapping on {device}",
-            change="Leave them out: there this version makes room by recomputation.",
-        )
+        if strange := sorted(set(asked) - {"host_budget"}):
+            raise UsageError(
+                f"{', '.join(strange)}: for the CPU device only, in this version.",
+                asked=f"{strange[0]}={asked[strange[0]]!r} on {device}",
+                change="Leave it out: an accelerator swaps to pinned host memory, as host_budget allows.",
+            )
+        return Tiers(_host_bytes(config.host_budget_bytes))
     tiers = Tiers()
     if "host_budget" in asked or "link_bytes_per_s" in asked:
         tiers = Tiers(

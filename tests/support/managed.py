@@ -22,6 +22,8 @@ SABOTAGES = (
     "NO_CLONE_ON_WRITE",
 )
 """Ways to break recording and replaying on purpose, numbered from 1 as in csrc/op_info.h."""
+STREAM_SABOTAGES = {"NO_ORDER_OUT": 8, "NO_ORDER_IN": 9, "NO_ORDER_SIDE": 10}
+"""Ways to break the order between the streams of an accelerator."""
 
 
 @dataclass(slots=True)
@@ -121,7 +123,7 @@ def sabotage(name: str) -> Iterator[None]:
     """Breaks recording or replaying in one way for the duration of the block."""
     from delta_runtime import _C
 
-    _C.set_sabotage(SABOTAGES.index(name) + 1)
+    _C.set_sabotage(STREAM_SABOTAGES.get(name) or SABOTAGES.index(name) + 1)
     try:
         yield
     finally:

@@ -1,0 +1,304 @@
+"""Dropping and swapping on an accelerator: same bits whatever the streams do, and proof that a missing order shows.
+
+Small networks; on the simulated device freed memory is poisoned and copies are slow. Does not cover: speed, real
+models, and whatever only a real card's allocator or kernels do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import delta_runtime as delta
+from delta_runtime.decide.policies import get_policy
+from tests.support.bitwise import Snapshot, assert_same_bits, freeze, prefixed
+from tests.support.managed import STREAM_SABOTAGES, sabotage
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+
+WIDTH, ROWS, LAYERS = 64, 1024, 8
+LAYER_BYTES = 4 * WIDTH * ROWS
+
+
+class Chain(nn.Module):
+    """Linear layers with everything between them that autograd saves something for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + nn.functional.dropout(nn.functional.gelu(norm(layer(x))), 0.1)
+        return x.square().mean()
+
+
+class Pictures(nn.Module):
+    """A convolution, batch norm, a stride that is none of the default ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.norm = nn.BatchNorm2d(16)
+        self.second = nn.Conv2d(16, 16, 3, padding=1)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.view(32, 3, 16, -1).to(memory_format=torch.channels_last)
+        x = torch.relu(self.norm(self.first(x)))
+        x = nn.functional.max_pool2d(torch.relu(self.second(x)), 2)
+        return self.head(x.mean((2, 3))).square().sum()
+
+
+MODELS = {"chain": (Chain, (ROWS, WIDTH)), "pictures": (Pictures, (32, 3 * 16 * 16))}
+
+
+def train(
+    device: torch.device, name: str = "chain", runtime: delta.Runtime | None = None, steps: int = 4
+) -> Snapshot:
+    torch.manual_seed(0)
+    build, shape = MODELS[name]
+    model = build().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    snapshot: Snapshot = {}
+    for index in range(steps):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(index)).to(device)
+        optimizer.zero_grad(set_to_none=True)
+        with runtime.step() if runtime else contextlib.nullcontext():
+            loss = model(x)
+            loss.backward()
+        named = {key: p.grad.cpu() for key, p in model.named_parameters()}
+        frozen = {key: freeze(value) for key, value in named.items()}
+        snapshot |= prefixed(f"step {index}", {"loss": freeze(loss.cpu())} | frozen)
+        optimizer.step()
+        del loss
+    return snapshot
+
+
+def needs(device: torch.device, name: str) -> tuple[Snapshot, int, int]:
+    """An ordinary run: its bits, what lived before, and its peak."""
+    gc.collect()
+    torch.accelerator.synchronize()
+    base_bytes = torch.accelerator.memory_allocated(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    snapshot = train(device, name)
+    return snapshot, base_bytes, torch.accelerator.max_memory_allocated(device)
+
+
+@pytest.mark.parametrize("slow", [False, True], ids=["fast copies", "slow copies"])
+@pytest.mark.parametrize("policy", ["recompute", "swap", "delta", "capuchin", "auto"])
+@pytest.mark.parametrize("name", MODELS)
+def test_same_bits_inside_a_budget(device, controls, name, policy, slow):
+    snapshot, base_bytes, peak_bytes = needs(device, name)
+    budget_bytes = base_bytes + int(0.7 * (peak_bytes - base_bytes))
+    controls.slow_copies(200e6 if slow else 0)
+    runtime = delta.Runtime(budget_bytes, device=str(device), policy=policy, host_budget="256MiB")
+    with contextlib.suppress(Warning):
+        assert_same_bits(train(device, name, runtime), snapshot, f"{name} {policy}")
+    totals = runtime.report().totals
+    assert totals.rebuilds + totals.swap_ins > 0
+    if policy in ("recompute", "swap"):
+        assert (totals.swap_ins > 0) == (policy == "swap"), totals
+    runtime.close()
+
+
+@pytest.mark.parametrize("mode", ["swap_all", "mix", "drop_all"])
+@pytest.mark.parametrize("name", MODELS)
+def test_same_bits_when_everything_leaves(device, controls, name, mode):
+    snapshot, _, _ = needs(device, name)
+    controls.slow_copies(500e6)
+    for seed in range(3):
+        policy = dataclasses.replace(get_policy(f"stress_{mode}"), seed=seed)
+        runtime = delta.Runtime(
+            device=str(device), policy=policy, min_bytes=0, host_budget="256MiB"
+        )
+        assert_same_bits(train(device, name, runtime), snapshot, f"{name} {mode} {seed}")
+        totals = runtime.report().totals
+        assert totals.rebuilds + totals.swap_ins > 10
+        runtime.close()
+
+
+def chain_of_sines(x: torch.Tensor) -> torch.Tensor:
+    y = x
+    for _ in range(6):
+        y = y.sin()
+    return y.sum()
+
+
+def swap_out_a_graph(runtime: delta.Runtime, x: torch.Tensor) -> torch.Tensor:
+    with runtime.step():
+        loss = chain_of_sines(x)
+        runtime._session.make_room(1 << 40)
+    assert runtime._session.counters()["swapped_now_bytes"] > 0
+    return loss
+
+
+def swapper(device: torch.device, **arguments) -> delta.Runtime:
+    settings = {"device": str(device), "policy": "swap", "host_budget": "256MiB", "min_bytes": 0}
+    return delta.Runtime(1 << 34 if device.type == "fake" else "90%", **settings | arguments)
+
+
+def gradient(
+    device: torch.device, runtime: delta.Runtime | None, late=lambda: None
+) -> torch.Tensor:
+    """Of a chain that was swapped out whole; then other tensors take the memory that came free.
+
+    `late` is called in backward, right before those give it back and the first page returns.
+    """
+    x = torch.linspace(0, 1, 1 << 18).to(device).requires_grad_()
+    if runtime is None:
+        chain_of_sines(x).backward()
+        return x.grad.cpu()
+    loss = swap_out_a_graph(runtime, x)
+    others = [torch.full((1 << 18,), 7.0, device=device) for _ in range(6)]
+
+    def give_back(_) -> None:
+        late()
+        others.clear()
+
+    loss.grad_fn.register_prehook(give_back)
+    with runtime.step():
+        loss.backward()
+    assert not others
+    return x.grad.cpu()
+
+
+def test_a_graph_that_was_swapped_out_whole(device, controls):
+    expected = gradient(device, None)
+    controls.slow_copies(50e6)
+    runtime = swapper(device)
+    assert torch.equal(gradient(device, runtime, late=lambda: controls.delay(0.3)), expected)
+    counters = runtime._session.counters()
+    assert counters["swap_outs"] >= 5 and counters["swap_ins"] >= 5
+    runtime.close()
+
+
+@pytest.mark.parametrize("which", STREAM_SABOTAGES)
+def test_a_missing_order_shows(device, controls, which):
+    """Each rule of csrc/stream_lane.h, broken on purpose, gives wrong gradients: these tests can fail."""
+    if not controls.simulated:
+        pytest.skip("a real card may be quick enough to hide it")
+    expected = gradient(device, None)
+    controls.slow_copies(50e6)
+    with sabotage(which):
+        runtime = swapper(device)
+        wrong = gradient(device, runtime, late=lambda: controls.delay(0.3))
+        torch.accelerator.synchronize()
+        runtime.close()
+    assert not torch.equal(wrong, expected)
+
+
+def test_what_was_used_on_two_streams_stays(device, controls):
+    runtime = swapper(device)
+    x = torch.linspace(0, 1, 1 << 18).to(device).requires_grad_()
+    other = torch.Stream(device=device)
+    with runtime.step():
+        y = x.sin()
+        other.wait_stream(torch.accelerator.current_stream())
+        with other:
+            z = y.exp()  # saves z, and reads y
+        torch.accelerator.current_stream().wait_stream(other)
+        loss = (y.cos() * z.cos()).sum()
+        del y, z
+        runtime._session.make_room(1 << 40)
+        kept_bytes = runtime._session.counters()["managed_resident_bytes"]
+        loss.backward()
+    assert kept_bytes >= 2 * (1 << 20), "y and z were used on two streams"
+    x2 = x.detach().requires_grad_()
+    y = x2.sin()
+    (y.cos() * y.exp().cos()).sum().backward()
+    assert torch.equal(x.grad.cpu(), x2.grad.cpu())
+    runtime.close()
+
+
+def test_the_host_does_not_wait_for_slow_copies(device, controls):
+    """Eviction makes the device wait, not the program."""
+    if not controls.simulated:
+        pytest.skip("a real card may be too quick to tell")
+    runtime = swapper(device)
+    x = torch.linspace(0, 1, 1 << 18).to(device).requires_grad_()
+    with runtime.step():
+        loss = chain_of_sines(x)
+        torch.accelerator.synchronize()
+        controls.slow_copies(10e6)  # 0.1 s for each page
+        begin = time.perf_counter()
+        runtime._session.make_room(1 << 40)
+        took_s = time.perf_counter() - begin
+    assert runtime._session.counters()["swapped_now_bytes"] >= 5 << 20
+    assert took_s < 0.2
+    controls.slow_copies(0)
+    loss.backward()
+    runtime.close()
+
+
+def test_host_memory_is_given_back(device, controls):
+    runtime = swapper(device)
+    for _ in range(3):
+        gradient(device, runtime)
+    torch.accelerator.synchronize()
+    runtime._session.take_in_transfers()
+    (tier,) = runtime._session.tiers()
+    assert tier["used_bytes"] == 0 and tier["peak_used_bytes"] >= 5 << 20
+    assert tier["out"][1] >= 15 << 20 and tier["in"][1] >= 15 << 20
+    assert tier["out"][2] > 0
+    gc.collect()
+    live_bytes = torch.accelerator.memory_allocated(device)
+    runtime.close()
+    assert live_bytes <= 2 << 20
+    assert "pinned host memory" in str(runtime.report())
+
+
+def test_a_backward_after_close(device, controls):
+    runtime = swapper(device)
+    x = torch.linspace(0, 1, 1 << 18).to(device).requires_grad_()
+    loss = swap_out_a_graph(runtime, x)
+    runtime.close()
+    loss.backward()
+    assert torch.equal(x.grad.cpu(), gradient(device, None))
+
+
+def test_backward_on_another_thread(device, controls):
+    controls.slow_copies(100e6)
+    runtime = swapper(device)
+    x = torch.linspace(0, 1, 1 << 18).to(device).requires_grad_()
+    loss = swap_out_a_graph(runtime, x)
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert torch.equal(x.grad.cpu(), gradient(device, None))
+    runtime.close()
+
+
+def test_the_budget_holds_where_looking_ahead_can_see(device, controls):
+    snapshot, base_bytes, peak_bytes = needs(device, "chain")
+    budget_bytes = base_bytes + int(0.7 * (peak_bytes - base_bytes))
+    for policy in ("recompute", "swap", "auto"):
+        runtime = delta.Runtime(
+            budget_bytes, device=str(device), policy=policy, host_budget="256MiB"
+        )
+        train(device, "chain", runtime, steps=4)
+        torch.accelerator.reset_peak_memory_stats(device)
+        with runtime.step():
+            pass
+        assert_same_bits(train(device, "chain", runtime, steps=4), snapshot, policy)
+        over = torch.accelerator.max_memory_allocated(device) / budget_bytes
+        assert over <= 1.05, f"{policy}: {over:.3f}"
+        runtime.close()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"link_bytes_per_s": "pcie4"}, {"spill_dir": "/tmp"}, {"disk_budget": "1GiB"}],
+    ids=str,
+)
+def test_what_is_for_the_cpu_only_is_refused(device, controls, arguments):
+    with pytest.raises(delta.UsageError, match="for the CPU device only"):
+        delta.Runtime("1GiB", device=str(device), **arguments)
