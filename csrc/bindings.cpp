@@ -161,7 +161,8 @@ py::dict counters_of(const Session& s) {
   d["failed_writes"] = c.failed_writes;
   d["failed_reads"] = c.failed_reads;
   d["lost_pages"] = c.lost_pages;
-  d["swap_error"] = c.swap_error;
+  d["write_error"] = c.write_error;
+  d["read_error"] = c.read_error;
   d["out_stall_s"] = c.out_stall_seconds;
   d["in_stall_s"] = c.in_stall_seconds;
   d["clones_on_write"] = c.clones_on_write;
@@ -205,6 +206,7 @@ py::list tiers_of(const Session& s) {
     d["used_bytes"] = u.used_bytes;
     d["peak_used_bytes"] = u.peak_used_bytes;
     d["taken_bytes"] = u.taken_bytes;
+    d["descriptor"] = tier.store->descriptor();
     d["pinned_bytes"] = u.pinned_bytes;
     d["refusals"] = u.refusals;
     d["out"] = lane(*tier.out);
@@ -311,7 +313,7 @@ void bind_session(py::module_& m) {
            py::arg("host_bytes") = 0, py::arg("link_bytes_per_s") = 0.0, py::arg("spill_file") = -1,
            py::arg("spill_bytes") = 0, py::arg("spill_direct") = false, py::arg("pin") = py::none(),
            py::arg("unpin") = py::none(),
-           "Owns the descriptor `spill_file`, if it is one, from here on.")
+           "The descriptor `spill_file` stays the caller's, who may close it after this.")
       .def("pack_hook", [](c10::intrusive_ptr<Session> s) { return hook(s, &g_pack_method); })
       .def("unpack_hook", [](c10::intrusive_ptr<Session> s) { return hook(s, &g_unpack_method); })
       .def("enter", &Session::enter)
@@ -481,7 +483,7 @@ PYBIND11_MODULE(_C, m) {
         "Observe every op and do nothing: the floor.");
   m.def("leave_bare_observer", &delta::leave_bare_observer);
   m.def("live_records", &delta::live_records, "Op records alive in this process.");
-  m.def("preallocate", &delta::preallocate,
+  m.def("preallocate", &delta::preallocate, py::call_guard<py::gil_scoped_release>(),
         "Take disk space for the first bytes of a file now; 0 or an errno.");
   m.def("set_error_types", [](py::object inplace, py::object mismatch, py::object swap) {
     delta::g_inplace_error = inplace.release().ptr();

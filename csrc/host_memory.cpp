@@ -51,7 +51,7 @@ HostMemory::HostMemory(int64_t cap_bytes, Pinning pinning)
 }
 
 HostMemory::~HostMemory() {
-  unpin();
+  unpin(pinned_);
   if (reserved_.begin != nullptr) {
     munmap(reserved_.begin, static_cast<size_t>(reserved_.bytes));
   }
@@ -59,7 +59,7 @@ HostMemory::~HostMemory() {
 
 std::shared_ptr<Block> HostMemory::allocate(int64_t bytes) {
   std::lock_guard<std::mutex> guard(mutex_);
-  const int64_t offset = retired_ ? -1 : places_.take(bytes);
+  const int64_t offset = retired_ || failed_ ? -1 : places_.take(bytes);
   if (offset < 0) {
     ++usage_.refusals;
     asked_bytes_ = std::max(asked_bytes_, bytes);
@@ -109,16 +109,34 @@ void HostMemory::grow() {
   returns_.fetch_add(1);
 }
 
-void HostMemory::unpin() {
-  for (const auto& [begin, bytes] : pinned_) {
+void HostMemory::unpin(const std::vector<std::pair<void*, int64_t>>& pinned) const {
+  for (const auto& [begin, bytes] : pinned) {
     pinning_.unpin(begin, bytes);
   }
-  pinned_.clear();
+}
+
+void HostMemory::fail() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  failed_ = true;
+}
+
+bool HostMemory::is_open() const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return !failed_ && !retired_;
 }
 
 void HostMemory::retire() {
+  std::vector<std::pair<void*, int64_t>> pinned;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    retired_ = true;
+    if (usage_.used_bytes == 0) {
+      pinned.swap(pinned_);  // else it stays until the session is gone
+    }
+    return_if_empty();
+  }
+  unpin(pinned);
   std::lock_guard<std::mutex> guard(mutex_);
-  retired_ = true;
   return_if_empty();
 }
 

@@ -34,7 +34,8 @@ class HostMemory : public Store, public std::enable_shared_from_this<HostMemory>
 
   std::shared_ptr<Block> allocate(int64_t bytes) override;
   StoreUsage usage() const override;
-  void fail() override {}  // copying memory does not
+  void fail() override;  // copying memory does not, but a device may
+  bool is_open() const override;
   void retire() override;
   void grow() override;
 
@@ -48,7 +49,7 @@ class HostMemory : public Store, public std::enable_shared_from_this<HostMemory>
 
   void give_back(int64_t offset, int64_t bytes);
   void return_if_empty();  // under the mutex
-  void unpin();
+  void unpin(const std::vector<std::pair<void*, int64_t>>& pinned) const;
 
   static constexpr int64_t kStepBytes = 64 << 20;
 
@@ -56,6 +57,7 @@ class HostMemory : public Store, public std::enable_shared_from_this<HostMemory>
   Reservation reserved_;
   const Pinning pinning_;
   BestFit places_;
+  bool failed_ = false;
   int64_t open_bytes_ = 0;   // of the reservation, that blocks may lie in
   int64_t asked_bytes_ = 0;  // by the largest request that there was no room for
   std::vector<std::pair<void*, int64_t>> pinned_;

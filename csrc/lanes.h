@@ -82,11 +82,12 @@ class Lane {
   Lane& operator=(const Lane&) = delete;
 
   virtual void submit(const TransferPtr& transfer) = 0;
-  virtual void wait(Transfer& transfer) = 0;        // see Note, rule 3
-  virtual bool cancel(Transfer& transfer) = 0;      // false: it has begun
-  virtual void poll() {}                            // takes note of what has ended
-  virtual void stop() = 0;                          // after what is queued
-  virtual double seconds_for(int64_t bytes) const;  // as measured; 0: not known yet
+  virtual void wait(Transfer& transfer) = 0;                   // see Note, rule 3
+  virtual bool cancel(Transfer& transfer) = 0;                 // false: it has begun
+  virtual void poll() noexcept {}                              // takes note of what has ended
+  virtual void finish(Transfer& transfer) { wait(transfer); }  // until it has ended
+  virtual void stop() = 0;                                     // after what is queued
+  virtual double seconds_for(int64_t bytes) const;             // as measured; 0: not known yet
 
   int64_t queued_bytes() const { return queued_bytes_.load(std::memory_order_relaxed); }
   bool idle() const { return queued_bytes() == 0; }

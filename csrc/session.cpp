@@ -76,14 +76,14 @@ void Session::leave() {
   }
   at::removeCallback(callback_);
   entered_ = false;
-  if (!tiers_.empty()) {
-    Guard guard(*this);
-    reap();
-  }
   auto& ts = thread_state();
   ts.session = nullptr;
   ts.depth = 0;
   ts.open.clear();
+  if (!tiers_.empty()) {
+    Guard guard(*this);
+    reap();
+  }
   if (options_.device.is_cpu()) {
     cpu_pool::set_rescue(nullptr);
     cpu_pool::set_soft_limit(0);
@@ -167,7 +167,7 @@ Page* Session::page_of(const at::Tensor& t) {
   }
   entry->second = c10::make_intrusive<Page>(t.storage().getWeakStorageImpl());
   Page* page = entry->second.get();
-  note_stream(*page);
+  page->many_streams = !options_.device.is_cpu();  // whose memory it is was not seen
   page->bytes = static_cast<int64_t>(storage->nbytes());
   page->set_current(make_source(page->bytes));
   if (version >= 0) {
@@ -324,12 +324,13 @@ c10::Storage Session::storage_there(const Value& v) const {
   if (!storage_alive(v) || !content_unchanged(*v.home) || !v.readable()) {
     return {};
   }
-  if (v.home->strong) {
-    order_after_arrival(*v.home);
-    return v.home->strong;
+  c10::Storage storage = v.home->strong;
+  if (!storage) {
+    auto alive = v.home->weak.lock();
+    storage = alive ? c10::Storage(std::move(alive)) : c10::Storage();
   }
-  auto storage = v.home->weak.lock();
-  return storage ? c10::Storage(std::move(storage)) : c10::Storage();
+  order_after_arrival(*v.home, storage);
+  return storage;
 }
 
 bool Session::content_unchanged(const Page& page) const {

@@ -90,7 +90,8 @@ struct SessionOptions {
   bool swap = false;            // pages may be swapped
   int64_t host_bytes = 0;       // most host memory to swap to; 0: no such tier
   double link_bytes_per_s = 0;  // throttle of each direction; 0: none
-  int spill_file = -1;          // descriptor of the file to swap to, behind host memory; -1: none
+  int spill_file = -1;          // descriptor of the file to swap to, behind host memory; -1: none.
+                                // It stays the caller's: the session makes one of its own
   int64_t spill_bytes = 0;      // most of it
   bool spill_direct = false;    // it is opened with O_DIRECT
   HostMemory::Pinning pinning;  // of host memory, below an accelerator
@@ -162,7 +163,8 @@ struct Counters {
   int64_t failed_writes = 0;    // copies to the disk that failed
   int64_t failed_reads = 0;     // copies from the disk that failed
   int64_t lost_pages = 0;       // of these, without a recipe either
-  int swap_error = 0;           // errno of the first of them
+  int write_error = 0;          // errno of the first failed write
+  int read_error = 0;           // and of the first failed read
   double out_stall_seconds = 0;
   double in_stall_seconds = 0;
   int64_t boundary_evictions = 0;
@@ -360,9 +362,8 @@ struct Session : c10::intrusive_ptr_target {
   Lane& lane_in_of(const Page& page) const;
   double seconds_in_for(int64_t bytes) const;  // from the nearest tier; 0: not known yet
   void end_transfer(Transfer& transfer);       // under the lock
-  void order_after_arrival(Page& page) const;  // under the lock
-  void note_stream(Page& page) const;          // under the lock
-  void note_failure(int64_t& count, int error);
+  void order_after_arrival(Page& page, const c10::Storage& storage) const;  // under the lock
+  void note_stream(Page& page) const;                                       // under the lock
   void stop_lanes();
 
   // --- replay.cpp

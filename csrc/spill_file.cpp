@@ -60,11 +60,19 @@ int move_all(int64_t bytes, bool direct, int nothing_moved, const Move& move) {
 }  // namespace
 
 SpillFile::SpillFile(int fd, int64_t cap_bytes, bool direct)
-    : fd_(fd), direct_(direct), process_(getpid()), places_(cap_bytes, kAlignment) {
+    : fd_(fcntl(fd, F_DUPFD_CLOEXEC, 0)),
+      direct_(direct),
+      process_(getpid()),
+      places_(cap_bytes, kAlignment) {
   usage_.cap_bytes = cap_bytes;
+  failed_ = fd_ < 0;
 }
 
-SpillFile::~SpillFile() { close(fd_); }
+SpillFile::~SpillFile() {
+  if (fd_ >= 0) {
+    close(fd_);
+  }
+}
 
 std::shared_ptr<Block> SpillFile::allocate(int64_t bytes) {
   std::lock_guard<std::mutex> guard(mutex_);
@@ -103,6 +111,11 @@ void SpillFile::return_if_empty() {
 StoreUsage SpillFile::usage() const {
   std::lock_guard<std::mutex> guard(mutex_);
   return usage_;
+}
+
+bool SpillFile::is_open() const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return !failed_ && !retired_;
 }
 
 void SpillFile::fail() {
@@ -161,13 +174,6 @@ int SpillFile::read(int64_t offset, char* to, int64_t bytes, Bounce& bounce) {
   return 0;
 }
 
-int preallocate(int fd, int64_t bytes) {
-  while (fallocate(fd, 0, 0, bytes) != 0) {
-    if (errno != EINTR) {
-      return errno;
-    }
-  }
-  return 0;
-}
+int preallocate(int fd, int64_t bytes) { return fallocate(fd, 0, 0, bytes) == 0 ? 0 : errno; }
 
 }  // namespace delta

@@ -17,7 +17,7 @@ class SpillFile : public Store, public std::enable_shared_from_this<SpillFile> {
  public:
   static constexpr int64_t kAlignment = Bounce::kAlignment;
 
-  // Owns the descriptor from here on.
+  // Keeps a descriptor of its own; the one given stays the caller's.
   SpillFile(int fd, int64_t cap_bytes, bool direct);
   ~SpillFile() override;
   SpillFile(const SpillFile&) = delete;
@@ -26,7 +26,9 @@ class SpillFile : public Store, public std::enable_shared_from_this<SpillFile> {
   std::shared_ptr<Block> allocate(int64_t bytes) override;
   StoreUsage usage() const override;
   void fail() override;
+  bool is_open() const override;
   void retire() override;
+  int descriptor() const override { return fd_; }
 
  private:
   friend class SpillBlock;

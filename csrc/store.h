@@ -70,7 +70,9 @@ class Store {
   // Takes nothing any more: writing failed, or the runtime is closed. Once it is empty, a closed
   // one gives what it took back to the system.
   virtual void fail() = 0;
-  virtual void retire() = 0;
+  virtual void retire() = 0;  // under no lock: it may take the GIL
+  virtual bool is_open() const = 0;
+  virtual int descriptor() const { return -1; }  // of a file
   // Takes more from the system, where it does so by and by. Under no lock: it may take the GIL.
   virtual void grow() {}
   int64_t returns() const { return returns_.load(); }  // blocks that have come back so far

@@ -15,9 +15,12 @@
 //  6. Nothing waits for a lane under the session's lock.
 //  7. A copy goes to the nearest tier that has room. One that could not be written is none, and its
 //     page is still there. One that cannot be read is replaced by running the recipe.
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/COW.h>
 
 #include <cstring>
+#include <optional>
 
 #include "cpu_pool.h"
 #include "errors.h"
@@ -153,6 +156,9 @@ bool Session::write_back(Page& page) {
     if (block) {
       break;
     }
+    if (!store.is_open()) {
+      continue;
+    }
     for (Page* other : candidates_) {  // what came back can do without its copy
       if (other->copy && other->copy->tier == place && other->copy->transfer->ended() &&
           other->frees > 0) {
@@ -229,7 +235,8 @@ bool Session::reap() {
       row(t, TraceKind::CopyOut);
       if (t.failed()) {
         tier.store->fail();
-        note_failure(counters_.failed_writes, t.error);
+        ++counters_.failed_writes;
+        counters_.write_error = counters_.write_error != 0 ? counters_.write_error : t.error;
         const auto page = managed_.find(t.page);
         if (page != managed_.end() && page->second->copy &&
             page->second->copy->transfer.get() == &t) {
@@ -253,13 +260,6 @@ bool Session::reap() {
   return ended;
 }
 
-void Session::note_failure(int64_t& count, int error) {
-  ++count;
-  if (counters_.swap_error == 0) {
-    counters_.swap_error = error;
-  }
-}
-
 // ---------------------------------------------------------------- in
 
 // Whether the plan of this very step says when the page comes back. Evicted a second time, or in a
@@ -281,12 +281,16 @@ int64_t Session::return_order(Page& page) const {
 // Gives the page a storage and queues the copy into it. Without the lock: allocating may evict.
 // Returns false where somebody else does it, or where there is no room for a prefetch.
 bool Session::begin_swap_in(Page& page, bool prefetch) {
+  std::optional<c10::StreamGuard> on;  // the memory is to be of the page's stream again
   {
     Guard guard(*this);
     if (page.residency != Residency::Swapped || page.fetching) {
       return false;
     }
     page.fetching = true;
+    if (page.stream != kNoStream && page.stream != current_stream_id(options_.device)) {
+      on.emplace(c10::Stream(c10::Stream::UNSAFE, options_.device, page.stream));
+    }
   }
   c10::Storage storage;
   try {
@@ -353,7 +357,9 @@ void Session::finish_swap_in(Page& page) {
 // The copy below could not be read: from here on the page is one that was dropped, if it has a
 // recipe that still holds.
 void Session::fail_swap_in(Page& page) {
-  note_failure(counters_.failed_reads, page.incoming->error);
+  ++counters_.failed_reads;
+  const int error = page.incoming->error;
+  counters_.read_error = counters_.read_error != 0 ? counters_.read_error : error;
   page.incoming.reset();
   page.prefetched = false;
   page.copy.reset();
@@ -373,16 +379,26 @@ void Session::fail_swap_in(Page& page) {
   emit(EventKind::Dropped, &page, page.bytes, 0, page.current->key);
 }
 
-// Makes the stream that is current wait for the copy that brought the page back, if it has to.
-void Session::order_after_arrival(Page& page) const {
-  if (!page.arrival) {
+// What the stream that is current does next with the page comes after whatever brought it here. On
+// another stream than the page's own, its memory is not used again before that stream is done.
+void Session::order_after_arrival(Page& page, const c10::Storage& storage) const {
+  if (options_.device.is_cpu()) {
     return;
   }
-  if (page.arrival->ended()) {
+  const c10::StreamId current = current_stream_id(options_.device);
+  if (page.arrival && page.arrival->ended()) {
     page.arrival.reset();
-  } else if (page.arrival->ordered_before != current_stream_id(options_.device)) {
+  }
+  if (page.arrival && page.arrival->ordered_before != current) {
     page.arrival->lane->wait(*page.arrival);
   }
+  if (page.stream == kNoStream || page.stream == current || !storage) {
+    return;
+  }
+  order_after_stream(options_.device, page.stream);
+  c10::getDeviceAllocator(options_.device.type())
+      ->recordStream(storage.data_ptr(),
+                     c10::Stream(c10::Stream::UNSAFE, options_.device, current));
 }
 
 // Waits until the page is there; returns its storage, which pins it. Empty: it was dropped.
@@ -407,11 +423,13 @@ c10::Storage Session::bring_back(Page& page) {
       if (page.residency == Residency::Lost) {
         throw SwapFailedError(
             "delta_runtime: a saved tensor of " + std::to_string(page.bytes) +
-            " bytes was swapped to disk and cannot be read any more (" +
-            std::strerror(counters_.swap_error) +
+            " bytes was swapped out and cannot be read any more (" +
+            std::strerror(counters_.read_error) +
             "), and it cannot be recomputed either. Gradients of this backward are incomplete; "
-            "weights and optimizer state are as they were. Run the step again without disk_budget "
-            "and spill_dir, or with another spill_dir.");
+            "weights and optimizer state are as they were. " +
+            (options_.device.is_cpu() ? "Run the step again without disk_budget and spill_dir, or "
+                                        "with another spill_dir."
+                                      : "The device failed: start the program again."));
       }
       if (page.residency == Residency::Resident || page.residency == Residency::Dropped) {
         if (page.prefetched && !told) {
@@ -420,7 +438,7 @@ c10::Storage Session::bring_back(Page& page) {
           counters_.in_stall_seconds += now_s() - begin;
         }
         page.prefetched = false;
-        order_after_arrival(page);
+        order_after_arrival(page, page.strong);
         return page.residency == Residency::Resident ? page.strong : c10::Storage();
       }
       if (!told) {

@@ -248,7 +248,11 @@ int64_t Session::make_room(int64_t bytes, bool inside_allocation) {
     guard.unlock();
     const auto begin = std::chrono::steady_clock::now();
     Transfer& first = *coming.front();
-    first.lane->wait(first);
+    if (first.out) {
+      first.lane->wait(first);
+    } else {
+      first.lane->finish(first);
+    }
     const double waited_s =
         std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     guard.lock();

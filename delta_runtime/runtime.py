@@ -156,29 +156,26 @@ class Runtime:
             below = {Residency.HOST} if tiers else set()
             self.policy = policy = policy.on(frozenset({Residency.DROPPED} | below))
             self._swaps = Residency.HOST in policy.evicts_to
-        except BaseException:
-            tiers.close()
-            raise
-        if not self._swaps:
-            tiers.close()
-        pins = pinning(self.device) if self._swaps else None
-        self._session = _C.Session(
-            device=str(self.device),
-            budget_bytes=self.budget_bytes if policy.evicts_to else 0,
-            min_bytes=int(config.min_bytes),
-            verify=_VERIFY[config.verify],
-            stress=_STRESS[policy.stress],
-            seed=policy.seed,
-            drop=Residency.DROPPED in policy.evicts_to,
-            swap=self._swaps,
-            host_bytes=tiers.host_bytes,
-            link_bytes_per_s=tiers.link_bytes_per_s,
-            spill_file=tiers.spill.descriptor if tiers.spill and self._swaps else -1,
-            spill_bytes=tiers.spill.budget_bytes if tiers.spill else 0,
-            spill_direct=bool(tiers.spill and tiers.spill.direct),
-            pin=pins[0] if pins else None,
-            unpin=pins[1] if pins else None,
-        )
+            pins = pinning(self.device) if self._swaps else None
+            self._session = _C.Session(
+                device=str(self.device),
+                budget_bytes=self.budget_bytes if policy.evicts_to else 0,
+                min_bytes=int(config.min_bytes),
+                verify=_VERIFY[config.verify],
+                stress=_STRESS[policy.stress],
+                seed=policy.seed,
+                drop=Residency.DROPPED in policy.evicts_to,
+                swap=self._swaps,
+                host_bytes=tiers.host_bytes,
+                link_bytes_per_s=tiers.link_bytes_per_s,
+                spill_file=tiers.spill.descriptor if tiers.spill and self._swaps else -1,
+                spill_bytes=tiers.spill.budget_bytes if tiers.spill else 0,
+                spill_direct=bool(tiers.spill and tiers.spill.direct),
+                pin=pins[0] if pins else None,
+                unpin=pins[1] if pins else None,
+            )
+        finally:
+            tiers.close()  # the session has a descriptor of its own by now
         self._hooks = (self._session.pack_hook(), self._session.unpack_hook())
         self._ledger = Ledger(policy, checked=config.check)
         filter_name = policy.filter.name if policy.filter else "msps"
@@ -204,7 +201,7 @@ class Runtime:
         self._in_step = False
         self._closed = False
         self._warned_over = False
-        self._warned_failed = False
+        self._warned_failed: set[str] = set()
         self._attached = False
         self._thread = 0
         self._hook_handles: list[Any] = []
@@ -451,27 +448,29 @@ class Runtime:
 
     def _warn_if_failed(self) -> None:
         totals = self._totals
-        if self._warned_failed or not totals.swap_error or self.tiers.spill is None:
-            return
-        self._warned_failed = True
-        where = f"the spill file in {self.tiers.spill.directory}"
-        why = os.strerror(totals.swap_error)
-        told = []
-        if totals.failed_writes:
-            told.append(
-                f"writing to {where} failed: {why}. What was not written stayed or was recomputed; "
-                "no more is written."
+        where = (
+            f"the spill file in {self.tiers.spill.directory}" if self.tiers.spill else "the host"
+        )
+        if totals.failed_writes and "writing" not in self._warned_failed:
+            self._warned_failed.add("writing")
+            warnings.warn(
+                f"delta_runtime: copying to {where} failed: {os.strerror(totals.write_error)}. What was "
+                "not copied stayed or was recomputed; no more is swapped there.",
+                RuntimeWarning,
+                stacklevel=3,
             )
-        if totals.failed_reads:
-            told.append(
-                f"reading from {where} failed: {why}. "
-                + (
-                    f"{totals.lost_pages} saved tensors could not be recomputed; backward raised."
-                    if totals.lost_pages
-                    else "What could not be read was recomputed."
-                )
+        if totals.failed_reads and "reading" not in self._warned_failed:
+            self._warned_failed.add("reading")
+            what = (
+                f"{totals.lost_pages} saved tensors could not be recomputed; backward raised."
+                if totals.lost_pages
+                else "What could not be read was recomputed."
             )
-        warnings.warn(f"delta_runtime: {' '.join(told)}", RuntimeWarning, stacklevel=3)
+            warnings.warn(
+                f"delta_runtime: copying from {where} failed: {os.strerror(totals.read_error)}. {what}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _infeasible(self) -> BudgetInfeasible:
         counters = self._session.counters()
@@ -550,13 +549,15 @@ class Runtime:
 
     def _tier_uses(self) -> tuple[TierUse, ...]:
         spill = self.tiers.spill
-        names = {
-            "host": "host memory" if self.device.type == "cpu" else "pinned host memory",
-            "disk": "disk (O_DIRECT)" if spill and spill.direct else "disk (page cache)",
-        }
+
+        def name(each: dict[str, Any]) -> str:
+            if each["tier"] == "host":
+                return "pinned host memory" if each["pinned_bytes"] else "host memory"
+            return "disk (O_DIRECT)" if spill and spill.direct else "disk (page cache)"
+
         return tuple(
             TierUse(
-                name=names[each["tier"]],
+                name=name(each),
                 cap_bytes=each["cap_bytes"],
                 peak_bytes=each["peak_used_bytes"],
                 out_bytes=each["out"][1],

@@ -8,6 +8,7 @@ Does not cover: the lanes and the victim queue (test_swap.py), which are the sam
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import random
@@ -26,6 +27,7 @@ import torch
 import delta_runtime as delta
 from delta_runtime.act import spill
 from delta_runtime.config import Config
+from delta_runtime.decide.policies import get_policy
 from tests.support.bitwise import Snapshot, assert_same_bits
 from tests.support.fixtures import one_thread  # noqa: F401
 from tests.support.swapping import (
@@ -61,8 +63,8 @@ def disk(runtime: delta.Runtime) -> dict:
 
 
 def descriptor(runtime: delta.Runtime) -> int:
-    assert runtime.tiers.spill is not None
-    return runtime.tiers.spill.descriptor
+    """The extension's own."""
+    return disk(runtime)["descriptor"]
 
 
 @contextlib.contextmanager
@@ -211,9 +213,9 @@ def test_half_of_what_is_free_without_a_budget(tmp_path):
 
 
 def test_a_policy_that_does_not_swap_takes_no_space(tmp_path):
+    before = set(os.listdir("/proc/self/fd"))
     runtime = spiller(tmp_path, policy="recompute")
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor(runtime))
+    assert set(os.listdir("/proc/self/fd")) == before
     assert runtime._session.tiers() == []
     runtime.close()
 
@@ -224,6 +226,21 @@ def test_a_bounce_buffer_counts(tmp_path):
     assert runtime.tiers.spill.direct
     assert runtime._session.counters()["uncounted_bytes"] == 2 * MIB
     runtime.close()
+
+
+def test_a_session_that_cannot_be_made_leaves_nothing_open(tmp_path):
+    before = set(os.listdir("/proc/self/fd"))
+    policy = dataclasses.replace(get_policy("stress_swap_all"), seed=-1)
+    with pytest.raises(TypeError):
+        spiller(tmp_path, policy=policy)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_that_looks_like_one_of_ours_stops_nobody(tmp_path):
+    boot = spill._boot()
+    (tmp_path / f"delta_runtime-{boot}-99999999999999999999-00000000.spill").touch()
+    (tmp_path / f"delta_runtime-{boot}-999999999-00000000.spill").touch()
+    spiller(tmp_path).close()
 
 
 def test_no_room_is_said_at_once(tmp_path):
@@ -283,7 +300,7 @@ def test_what_cannot_be_read_is_recomputed(tmp_path, left_bytes):
     runtime = spiller(tmp_path)
     loss, x = swap_out_a_graph(runtime)
     os.truncate(descriptor(runtime), left_bytes)
-    warned = pytest.warns(RuntimeWarning, match="reading from the spill file .* recomputed")
+    warned = pytest.warns(RuntimeWarning, match="copying from the spill file .* recomputed")
     with warned, runtime.step():
         loss.backward()
         y = torch.ones(1 << 16, requires_grad=True)

@@ -6,7 +6,10 @@ allocator's rounding to powers of two, and no library beside torch.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -26,9 +29,19 @@ def pinning(device: torch.device) -> tuple[Pinning, Pinning] | None:
 
     def pin(address: int, bytes_: int) -> bool:
         with torch.cuda.device(device):
-            return int(runtime.cudaHostRegister(address, bytes_, 0)) == 0
+            worked = int(runtime.cudaHostRegister(address, bytes_, 0)) == 0
+            if not worked:
+                _forget_last_error()
+            return worked
 
     def unpin(address: int, bytes_: int) -> bool:
         return int(runtime.cudaHostUnregister(address)) == 0
 
     return pin, unpin
+
+
+def _forget_last_error() -> None:
+    """Else the next launch of a kernel would be blamed for what failed here."""
+    library = Path(torch.__file__).parent / "lib" / "libc10_cuda.so"
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(str(library)).cudaGetLastError()

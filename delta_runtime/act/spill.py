@@ -28,13 +28,13 @@ from delta_runtime.extension import _C
 _SHARE_OF_FREE = 0.5
 _BLOCK_BYTES = 4096  # what O_DIRECT wants addresses, offsets and sizes to be multiples of
 _STALE_S = 3600.0
-_NAME = re.compile(r"delta_runtime-(?P<boot>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{8}\.spill")
+_NAME = re.compile(r"delta_runtime-(?P<boot>[0-9a-f]{8})-(?P<pid>\d{1,9})-[0-9a-f]{8}\.spill")
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
 
 @dataclass(frozen=True, slots=True)
 class SpillFile:
-    """An open spill file. Whoever takes the descriptor closes it.
+    """An open spill file. Whoever opens it closes it, once the extension has its own descriptor.
 
     Args:
         descriptor: of the file, open for reading and writing.
@@ -110,7 +110,7 @@ def measure_disk(directory: str, total_bytes: int, *, direct: bool) -> tuple[flo
     chunk_bytes = 1 << 20
     descriptor = _open_without_name(directory)
     try:
-        if error := _C.preallocate(descriptor, total_bytes):
+        if error := _preallocate(descriptor, total_bytes):
             raise OSError(error, os.strerror(error))
         if _use_direct(descriptor) != direct:
             if direct:
@@ -193,8 +193,14 @@ def _boot() -> str:
         return "00000000"
 
 
+def _preallocate(descriptor: int, total_bytes: int) -> int:
+    while (error := int(_C.preallocate(descriptor, total_bytes))) == errno.EINTR:
+        pass  # a signal; its handler has run by now, and may have raised
+    return error
+
+
 def _take_space(descriptor: int, budget_bytes: int, free_bytes: int, directory: str) -> None:
-    error = _C.preallocate(descriptor, budget_bytes) if budget_bytes else errno.ENOSPC
+    error = _preallocate(descriptor, budget_bytes) if budget_bytes else errno.ENOSPC
     if error == errno.EOPNOTSUPP:  # no promise to be had there; what does not fit later is refused
         error = errno.ENOSPC if budget_bytes > free_bytes else 0
         os.ftruncate(descriptor, budget_bytes)

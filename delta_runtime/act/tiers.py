@@ -39,7 +39,7 @@ class Tiers:
     spill: SpillFile | None = None
 
     def close(self) -> None:
-        """Closes the spill file. For tiers that nobody is going to use."""
+        """Closes this process's first descriptor of the spill file."""
         if self.spill is not None:
             os.close(self.spill.descriptor)
 

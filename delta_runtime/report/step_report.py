@@ -49,7 +49,7 @@ class StepTotals:
         swap_refusals: storages that no tier below had room for.
         failed_writes, failed_reads, lost_pages: copies to and from the disk that failed; storages among
             the latter that could not be recomputed either.
-        swap_error: the errno of the first failure; 0 for none.
+        write_error, read_error: the errno of the first failure of each; 0 for none.
         out_stall_s, in_stall_s: seconds that the step waited for a lane.
         rescues, rescued_bytes: times that an allocation itself had to ask for room.
         shortfalls, shortfall_bytes: requests that could not be met, and the worst of them.
@@ -89,7 +89,8 @@ class StepTotals:
     failed_writes: int = 0
     failed_reads: int = 0
     lost_pages: int = 0
-    swap_error: int = 0
+    write_error: int = 0
+    read_error: int = 0
     out_stall_s: float = 0.0
     in_stall_s: float = 0.0
     boundary_evictions: int = 0
@@ -126,7 +127,8 @@ class StepTotals:
             "exposed_bytes",
             "floor_bytes",
             "uncounted_bytes",
-            "swap_error",
+            "write_error",
+            "read_error",
         }
         changes: dict[str, Any] = {}
         for f in fields(self):
@@ -288,7 +290,7 @@ class StepReport:
         )
         if self.totals.swap_refusals:
             row("no room in a tier below", lambda t: f"{t.swap_refusals:,}")
-        if self.totals.swap_error:
+        if self.totals.failed_writes or self.totals.failed_reads:
             row("failed, writing / reading", lambda t: f"{t.failed_writes} / {t.failed_reads}")
         for tier in self.tiers:
             table.add_row(f"{tier.name}, at the most", "", tier.text())

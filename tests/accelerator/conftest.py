@@ -33,10 +33,10 @@ class Controls:
         if self.fake is not None:
             self.fake.set_copy_bytes_per_s(bytes_per_s)
 
-    def delay(self, seconds: float) -> None:
-        """The stream that compute runs on does nothing for a while."""
+    def delay(self, seconds: float, stream: torch.Stream | None = None) -> None:
+        """A stream, by default that which compute runs on, does nothing for a while."""
         if self.fake is not None:
-            self.fake.delay(0, seconds)
+            self.fake.delay(stream.stream_id if stream else 0, seconds)
 
     def capacity(self, bytes_: int) -> None:
         if self.fake is not None:
