@@ -40,7 +40,7 @@ from torch import nn
 import delta_runtime as delta
 from delta_runtime import _C, cpu_pool
 from delta_runtime.core.model import Residency
-from delta_runtime.decide.policies import get_policy
+from delta_runtime.decide.policies import Policy, get_policy
 
 LAYERS = 4
 WIDTH = 64
@@ -185,14 +185,25 @@ class World:
             self.budget_bytes(),
             device="cpu",
             policy=dataclasses.replace(policy, seed=self.index),
-            host_budget=self.random.choice(HOST_BUDGETS)
-            if Residency.HOST in policy.evicts_to
-            else None,
-            link_bytes_per_s=self.random.choice((None, 2e8, 5e9)) if policy.director else None,
+            **self.tiers(policy),
             verify=self.random.choice(("first", "first", "always", "off")),
             min_bytes=self.random.choice((0, 4096)),
             strict=self.random.random() < 0.15,
         )
+
+    def tiers(self, policy: Policy) -> dict[str, object]:
+        """Host memory, disk, or both below the device, for a policy that swaps."""
+        if Residency.HOST not in policy.evicts_to:
+            return {}
+        below: dict[str, object] = {}
+        which = self.random.choice(("host", "host", "disk", "both"))
+        if which != "disk":
+            below["host_budget"] = self.random.choice(HOST_BUDGETS)
+        if which != "host":
+            below["disk_budget"] = self.random.choice(HOST_BUDGETS)
+        if which != "disk" and policy.director:
+            below["link_bytes_per_s"] = self.random.choice((None, 2e8, 5e9))
+        return below
 
     def drop_runtime(self, *, close: bool = True) -> None:
         if self.runtime is None:

@@ -38,6 +38,10 @@ class Controls:
         if self.fake is not None:
             self.fake.delay(stream.stream_id if stream else 0, seconds)
 
+    def lost(self, lost: bool) -> None:
+        if self.fake is not None:
+            self.fake.set_lost(lost)
+
     def capacity(self, bytes_: int) -> None:
         if self.fake is not None:
             self.fake.set_capacity(bytes_)

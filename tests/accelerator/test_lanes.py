@@ -303,3 +303,67 @@ def test_the_budget_holds_where_looking_ahead_can_see(device, controls):
 def test_what_is_for_the_cpu_only_is_refused(device, controls, arguments):
     with pytest.raises(delta.UsageError, match="for the CPU device only"):
         delta.Runtime("1GiB", device=str(device), **arguments)
+
+
+@pytest.fixture
+def failing(controls):
+    """The switch of a device that fails; it is well again after the test."""
+    if not controls.simulated:
+        pytest.skip("a real card does not fail to order")
+    yield controls.lost
+    controls.lost(False)
+
+
+@pytest.mark.filterwarnings("ignore:delta_runtime. copying:RuntimeWarning")
+def test_a_device_that_fails_kills_nobody(device, controls, failing):
+    """Copies that were under way are none then; the program's own error stands, and the next runtime works."""
+    runtime = swapper(device)
+    x = torch.linspace(0, 1, 1 << 18).to(device).requires_grad_()
+
+    def step() -> None:
+        with runtime.step():
+            loss = chain_of_sines(x)
+            runtime._session.make_room(1 << 40)
+            failing(True)
+            del loss
+            gc.collect()
+            raise KeyError("the program's own")
+
+    controls.slow_copies(20e6)
+    with pytest.raises(KeyError, match="the program's own"):
+        step()
+    failing(False)
+    controls.slow_copies(0)
+    torch.accelerator.synchronize()
+    assert runtime._session.counters()["failed_writes"] > 0
+    with runtime.step():
+        chain_of_sines(x).backward()
+    runtime.close()
+    other = swapper(device)
+    assert torch.equal(gradient(device, other), x.grad.cpu())
+    other.close()
+
+
+@pytest.mark.filterwarnings("ignore:delta_runtime. copying:RuntimeWarning")
+def test_what_was_on_its_way_back_is_recomputed_when_the_device_fails(device, controls, failing):
+    runtime = swapper(device)
+    x = torch.linspace(0, 1, 1 << 18).to(device).requires_grad_()
+    loss = swap_out_a_graph(runtime, x)
+    torch.accelerator.synchronize()
+    runtime._session.take_in_transfers()
+
+    def fail(_: object) -> None:
+        failing(True)
+        runtime._session.take_in_transfers()
+        failing(False)
+
+    controls.slow_copies(20e6)
+    node = loss.grad_fn.next_functions[0][0].next_functions[0][0]
+    node.register_prehook(fail)
+    with runtime.step():
+        loss.backward()
+    controls.slow_copies(0)
+    torch.accelerator.synchronize()
+    assert runtime._session.counters()["failed_reads"] > 0
+    assert torch.equal(x.grad.cpu(), gradient(device, None))
+    runtime.close()

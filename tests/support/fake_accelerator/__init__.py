@@ -49,6 +49,10 @@ class FakeAccelerator:
         """Enqueues a sleep."""
         self._native.delay(stream_id, seconds)
 
+    def set_lost(self, lost: bool) -> None:
+        """Whether asking for the state of an event, or waiting for it, fails, as on a card that has crashed."""
+        self._native.set_lost(lost)
+
     def set_capacity(self, capacity: int) -> None:
         """The size of the device's memory in bytes, cached blocks included; 0: no limit."""
         self._native.set_capacity(capacity)

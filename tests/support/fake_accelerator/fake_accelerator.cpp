@@ -204,6 +204,8 @@ Event* as_event(void* event) { return static_cast<Event*>(event); }
 
 // ------------------------------------------------------------------------------------------ guard
 
+std::atomic<bool> device_lost{false};  // asking for the state of an event fails
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static void check(c10::Device device) {
     TORCH_CHECK(device.type() == kType && device.index() <= 0, "fake: no device ", device);
@@ -252,11 +254,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
   }
   bool queryEvent(void* event) const override {
+    TORCH_CHECK(!device_lost, "fake accelerator: the device is lost");
     if (event == nullptr) return true;
     auto recording = as_event(event)->latest();
     return recording == nullptr || recording->reached();
   }
   void synchronizeEvent(void* event) const override {
+    TORCH_CHECK(!device_lost, "fake accelerator: the device is lost");
     if (event == nullptr) return;
     if (auto recording = as_event(event)->latest()) recording->wait();
   }
@@ -1207,6 +1211,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       if (id < 0 || i == id) stream_of(i).copy_bytes_per_s = speed;
     }
   });
+  m.def("set_lost", [](bool lost) { device_lost = lost; });
   m.def("delay", [](int64_t id, double seconds) {
     stream_of(id).enqueue([seconds] { sleep_for(seconds); });
   });
