@@ -9,7 +9,8 @@ At each op of the recorded step, `ordinary + watermark - budget` bytes have to b
    likes to drop every value of a chain, because each looks cheap by itself; keeping one in the
    middle makes all that follow it cheaper to rebuild;
 4. where there are lanes, `exchange`: what costs the most to rebuild is swapped instead, as long as
-   the lanes have time for it. Without drops, what was saved first is swapped first.
+   the lanes have time for it. Without drops, what was saved first is swapped first; where the lanes
+   carry all that in time, that is the plan with drops too.
 
 It is a heuristic: `planners` will hold the exact ones.
 """
@@ -125,15 +126,21 @@ def foresee(
             kept.add(page)
             tried = set(kept)
             in_vain = 0
+    swaps: Choice | None = None
     if lanes is not None:
         most_work = _TO_EXCHANGE if effort else _TO_EXCHANGE // 8
         for improve in (swap_instead, swap_more, swap_instead):
             choice = improve(rehearsal, choice, most_work=most_work)
-    if choice.outcome.area > 0 and not choice.swapped.any():
+        # Move by move, from a choice that drops, is not the only way to one that swaps it all.
+        swaps = only_swaps(rehearsal, Choice(none, none, none, rehearsal.play(none, none)))
+        if swaps.better_than(choice):
+            choice = swaps
+    higher = choice.outcome.excess.max(initial=0) > first.outcome.excess.max(initial=0)
+    if choice.outcome.area > 0 and (higher or not choice.swapped.any()):
         # Nothing fits, by this account. It errs towards too much (watermarks are the highest seen),
         # and what drops the most is not what leaves the victim queue the most to choose from.
         choice = first
-    return _told(cover, rehearsal, choice)
+    return _told(cover, rehearsal, choice, by_next_use=choice is swaps)
 
 
 def _foresee_swaps(cover: Cover, rehearsal: Rehearsal) -> Foresight:

@@ -69,6 +69,26 @@ def test_lanes_never_make_a_plan_worse(sizes, speed, share, data):
 
 @settings(max_examples=60, deadline=None)
 @given(
+    sizes=st.lists(st.integers(1, 16), min_size=6, max_size=14),
+    speed=st.floats(500, 50000),
+    share=st.floats(0.4, 0.95),
+    data=st.data(),
+)
+def test_where_swapping_alone_is_free_nothing_is_recomputed(sizes, speed, share, data):
+    seconds = data.draw(
+        st.lists(st.floats(1e-3, 5e-2), min_size=len(sizes), max_size=len(sizes)), label="seconds"
+    )
+    graph = chain([size * MIB for size in sizes], seconds)
+    budget_bytes = int(share * graph.peak_bytes)
+    alone = foresee(graph, budget_bytes, drops=False, links=lane_speed(speed))
+    plan = foresee(graph, budget_bytes, links=lane_speed(speed))
+    if alone.predicted_peak_bytes <= budget_bytes:
+        assert plan.predicted_peak_bytes <= budget_bytes
+        assert plan.predicted_seconds <= alone.predicted_seconds + 1e-12
+
+
+@settings(max_examples=60, deadline=None)
+@given(
     sizes=st.lists(st.integers(1, 16), min_size=4, max_size=14),
     speed=st.floats(10, 5000),
     share=st.floats(0.4, 0.95),
