@@ -368,6 +368,7 @@ SMALL_TMPFS = """
     import delta_runtime as delta
     from tests.support.bitwise import assert_same_bits
     from tests.support.swapping import budget, ordinary_run, train
+    torch.set_num_threads(1)
     folder = sys.argv[1]
     try:
         delta.Runtime("100%", device="cpu", policy="swap", spill_dir=folder, disk_budget="64MiB")
