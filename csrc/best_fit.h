@@ -27,8 +27,8 @@ class BestFit {
   int64_t end_ = 0;                   // of the range
   int64_t highest_end_ = 0;           // of a place that there ever was
   std::map<int64_t, int64_t> holes_;  // bytes by offset
-  std::set<std::pair<int64_t, int64_t>>
-      by_size_;  // the smallest that is large enough, lowest first
+  // By size, lowest first: the first that is not smaller is the best.
+  std::set<std::pair<int64_t, int64_t>> by_size_;
 };
 
 }  // namespace delta

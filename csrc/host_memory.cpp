@@ -82,12 +82,15 @@ void HostMemory::give_back(int64_t offset, int64_t bytes) {
 // Opens the next part, if the last one is in use or a request did not fit. Where it cannot be
 // pinned it is used as it is: copies are slower then, and not less right.
 void HostMemory::grow() {
+  if (!pinning_.pin) {
+    return;  // all of it is open; every op comes by here
+  }
   int64_t more = 0;
   char* begin = nullptr;
   {
     std::lock_guard<std::mutex> guard(mutex_);
     const bool filling = places_.highest_end() > open_bytes_ - kStepBytes / 2;
-    if (!pinning_.pin || retired_ || !(filling || asked_bytes_ > 0)) {
+    if (retired_ || !(filling || asked_bytes_ > 0)) {
       return;
     }
     more = std::min(std::max(kStepBytes, (asked_bytes_ + 4095) / 4096 * 4096),

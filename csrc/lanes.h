@@ -5,9 +5,8 @@
 //  1. Whoever submits it keeps both ends of it alive until it has ended: `device` holds the storage
 //     that is read or written at `memory`, and `block` is the other end. Lanes never let go of
 //     either: a storage may have a Python side, and whoever waits for a lane may hold the GIL.
-//  2. A lane takes no lock but its own, and never the GIL. Waiting for it is safe with the GIL
-//  held,
-//     inside an allocation of the CPU pool, and under no lock of the session.
+//  2. A lane takes no lock but its own, and never the GIL. Waiting for it is safe while holding the
+//     GIL, inside an allocation of the CPU pool, and under no lock of the session.
 //  3. `wait` promises order: what the caller does next with either end comes after the copy. On a
 //     stream the copy need not have ended by then, and the ends have to live on until it has.
 //  4. A copy to or from a disk may fail; `error` says why. What it would have written is undefined.

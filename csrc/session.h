@@ -336,8 +336,9 @@ struct Session : c10::intrusive_ptr_target {
   int64_t evict(int64_t bytes, int64_t before, bool inside_allocation,
                 std::vector<TransferPtr>& coming);  // under the lock
   void look_ahead(int64_t need_bytes);
-  bool drop_page(Page& page);    // under the lock
-  bool anchor_recipe(Value& v);  // under the lock
+  bool drop_page(Page& page);     // under the lock
+  void note_dropped(Page& page);  // under the lock: its bytes go now
+  bool anchor_recipe(Value& v);   // under the lock
   void stress_boundary();
 
   // --- swap.cpp

@@ -371,12 +371,7 @@ void Session::fail_swap_in(Page& page) {
     return;
   }
   emit(EventKind::SwappedIn, &page, page.bytes, 0, page.current->key);
-  page.residency = Residency::Dropped;
-  page.rebuilt = false;
-  dropped_now_bytes_ += page.bytes;
-  ++counters_.drops;
-  counters_.dropped_bytes += page.bytes;
-  emit(EventKind::Dropped, &page, page.bytes, 0, page.current->key);
+  note_dropped(page);
 }
 
 // What the stream that is current does next with the page comes after whatever brought it here. On
@@ -438,8 +433,11 @@ c10::Storage Session::bring_back(Page& page) {
           counters_.in_stall_seconds += now_s() - begin;
         }
         page.prefetched = false;
+        if (page.residency == Residency::Dropped) {
+          return {};
+        }
         order_after_arrival(page, page.strong);
-        return page.residency == Residency::Resident ? page.strong : c10::Storage();
+        return page.strong;
       }
       if (!told) {
         ++(page.residency == Residency::SwappingIn ? counters_.prefetch_late

@@ -160,6 +160,15 @@ bool Session::anchor_recipe(Value& root) {
   return true;
 }
 
+void Session::note_dropped(Page& page) {
+  page.residency = Residency::Dropped;
+  page.rebuilt = false;
+  dropped_now_bytes_ += page.bytes;
+  ++counters_.drops;
+  counters_.dropped_bytes += page.bytes;
+  emit(EventKind::Dropped, &page, page.bytes, 0, page.current->key);
+}
+
 bool Session::drop_page(Page& page) {
   if (page.candidate < 0 || !options_.drop || page.tickets == 0 || page.retry_tick > tick_) {
     return false;
@@ -182,12 +191,7 @@ bool Session::drop_page(Page& page) {
   }
   forget_copy(page);
   remove_candidate(page);
-  page.residency = Residency::Dropped;
-  page.rebuilt = false;
-  dropped_now_bytes_ += page.bytes;
-  ++counters_.drops;
-  counters_.dropped_bytes += page.bytes;
-  emit(EventKind::Dropped, &page, page.bytes, 0, page.current->key);
+  note_dropped(page);
   storage->set_data_ptr_noswap(c10::DataPtr(nullptr, options_.device));
   return true;
 }

@@ -13,11 +13,13 @@ Takes a minute for each cell, several where `swap` waits for a slow link: some h
         [--json FILE] [--markdown FILE]
 
 Behind each ratio: seconds of recomputing + seconds of waiting for a lane, as the runtime counted them in that step.
-On a machine that others use, ordinary steps alone differ by more than what is to be told apart; the counted seconds do
-not, and the verdicts are by them. "floor" is what no way of swapping alone can go below: the larger of compute and the
-seconds that the bytes which have to be away take in one lane, over compute. `auto` is "worse" where its counted seconds
-are more than those of the better of swap and recompute by 1 % of a step, "clearly better" where it saves at least a
-fifth of them, and 0.2 % of a step.
+"floor" is what no way of swapping alone can go below: the larger of compute and the seconds that the bytes which have
+to be away take in one lane, over compute. A row of `auto` is "worse" where its ratio is above that of the better of
+swap and recompute by more than 1 %, "clearly better" where it saves at least a fifth of that one's extra time, and 1 %.
+Beside it stands the same by the counted seconds (clearly: a fifth, and 0.2 % of a step): on a machine that others use,
+ordinary steps alone differ by more than 1 %, and the counts do not. The exit status is by the ratios.
+
+    python scripts/bench_swap.py --read FILE ...       # the table of runs that --json wrote; nothing is timed
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import json
 import statistics
 import sys
 import tempfile
@@ -67,9 +70,11 @@ LINKS = tuple(PROFILES)
 SHARES = (0.7, 0.5, 0.35)
 SWAPPING = ("swap", "delta", "capuchin", "auto")
 NOISE = 0.01
-"""Share of a step by which the extra time may be more without being worse."""
-CLEARLY, LEAST = 0.2, 0.002
-"""The share of the extra time, and of a step, that has to be saved to be clearly better."""
+"""Ratios that differ by less are equal."""
+CLEARLY = 0.2
+"""The share of the extra time that has to be saved to be clearly better."""
+LEAST = 0.002
+"""The share of a step that has to be saved too, by the counted seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +114,10 @@ class Cell:
         return None if self.ratio is None else (self.recompute_s + self.stall_s) / self.ordinary_s
 
     def text(self) -> str:
-        """The ratio, and the seconds that were recomputed and waited for."""
-        if self.ratio is None:
+        """Extra time in per cent of a step as counted, and the measured ratio."""
+        if self.ratio is None or self.extra is None:
             return "failed"
-        return f"{self.ratio.median:.3f} ({self.recompute_s:.2f} + {self.stall_s:.2f} s)"
+        return f"{self.extra * 100:.1f} ({self.ratio.median:.2f})"
 
 
 @functools.cache
@@ -230,7 +235,52 @@ class Bench:
         return cell
 
 
-HEADINGS = ("model", "link", "share", "floor", *SWAPPING[:1], "recompute", *SWAPPING[1:], "auto is")
+HEADINGS = ("model", "link", "share", "floor", *SWAPPING[:1], "recompute", *SWAPPING[1:])
+HEADINGS += ("auto is, by ratio", "by count")
+
+
+def verdict(extra: dict[str, float | None], least: float) -> str:
+    """What `auto` is, by the extra time of each policy as a share of a step; "" where something is missing.
+
+    Args:
+        least: what has to be saved at the least to be clearly better.
+    """
+    rivals = [e for e in (extra["swap"], extra["recompute"]) if e is not None]
+    auto = extra["auto"]
+    if auto is None or not rivals:
+        return ""
+    best = min(rivals)
+    if auto > best + NOISE:
+        return "worse"
+    return "clearly better" if best - auto > max(CLEARLY * best, least) else "as good"
+
+
+def show(cells: list[Cell]) -> bool:
+    """Prints the table; whether `auto` is worse somewhere, by the ratios."""
+    table = Table(title="Extra time in % of a step, counted (measured ratio)", title_justify="left")
+    for i, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="left" if i < 2 else "right")
+    told = rows(cells)
+    for row in told:
+        table.add_row(*row)
+    Console(highlight=False, width=max(console.width, 160)).print(table)
+    for column, way in ((-2, "by ratio"), (-1, "by count")):
+        judged = [row[column] for row in told if row[column]]
+        console.print(
+            f"auto, {way}: worse in {judged.count('worse')} of {len(judged)} rows, "
+            f"clearly better in {judged.count('clearly better')}"
+        )
+    return any(row[-2] == "worse" for row in told)
+
+
+def read(paths: list[Path]) -> list[Cell]:
+    """The cells of earlier runs."""
+    cells = []
+    for path in paths:
+        for each in json.loads(path.read_text())["cells"]:
+            spread = each["ratio"]
+            cells.append(Cell(**each | {"ratio": Spread(**spread) if spread else None}))
+    return cells
 
 
 def rows(cells: list[Cell]) -> list[tuple[str, ...]]:
@@ -241,24 +291,15 @@ def rows(cells: list[Cell]) -> list[tuple[str, ...]]:
         found = {p: by_place.get((model, link, share, p)) for p in SWAPPING}
         found["recompute"] = by_place.get((model, "", share, "recompute"))
 
-        extra = {name: cell.extra if cell else None for name, cell in found.items()}
-        rivals = [e for e in (extra["swap"], extra["recompute"]) if e is not None]
-        auto = extra["auto"]
-        verdict = ""
-        if auto is not None and rivals:
-            best = min(rivals)
-            if auto > best + NOISE:
-                verdict = "worse"
-            elif best - auto >= max(CLEARLY * best, LEAST):
-                verdict = "clearly better"
-            else:
-                verdict = "as good"
+        ratios = {p: c.ratio.median - 1 if c and c.ratio else None for p, c in found.items()}
+        counted = {p: c.extra if c else None for p, c in found.items()}
+        verdicts = verdict(ratios, NOISE), verdict(counted, LEAST)
         floor = next(c.floor for c in found.values() if c is not None and c.link)
         texts = [
             "-" if found[p] is None else found[p].text()
             for p in ("swap", "recompute", "delta", "capuchin", "auto")
         ]
-        told.append((model, link, f"{share:.0%}", f"{floor:.3f}", *texts, verdict))
+        told.append((model, link, f"{share:.0%}", f"{floor:.2f}", *texts, *verdicts))
     return told
 
 
@@ -281,7 +322,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1, help="of compute")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--read", type=Path, nargs="+", help="files that --json wrote")
     arguments = parser.parse_args(argv)
+    if arguments.read:
+        cells = read(arguments.read)
+        worse = show(cells)
+        if arguments.markdown:
+            arguments.markdown.write_text(markdown(cells))
+        return 1 if worse else 0
     for name in arguments.models:
         if name not in BENCH_WORKLOADS:
             parser.error(f"--models: {name!r} is none of {', '.join(BENCH_WORKLOADS)}")
@@ -312,22 +360,11 @@ def main(argv: list[str] | None = None) -> int:
                 cells += [
                     bench.cell(link, share, p) for p in arguments.policies if p != "recompute"
                 ]
-    table = Table(title="Step time over ordinary steps", title_justify="left")
-    for i, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="left" if i < 2 else "right")
-    told = rows(cells)
-    for row in told:
-        table.add_row(*row)
-    Console(highlight=False, width=max(console.width, 160)).print(table)
-    judged = [row[-1] for row in told if row[-1]]
-    console.print(
-        f"auto: worse in {judged.count('worse')} of {len(judged)} rows, clearly better in "
-        f"{judged.count('clearly better')}"
-    )
+    worse = show(cells)
     write_json(arguments.json, {"machine": machine(), "cells": [asdict(cell) for cell in cells]})
     if arguments.markdown:
         arguments.markdown.write_text(markdown(cells))
-    return 1 if "worse" in judged else 0
+    return 1 if worse else 0
 
 
 if __name__ == "__main__":
