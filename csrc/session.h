@@ -355,7 +355,7 @@ struct Session : c10::intrusive_ptr_target {
   bool free_clean(Page& page);  // under the lock; true: its device copy is gone
   void forget_copy(Page& page);
   bool is_timed(const Page& page) const;
-  int64_t return_order(Page& page) const;
+  ReturnOrder return_order(Page& page) const;
   c10::Storage bring_back(Page& page);
   bool begin_swap_in(Page& page, bool prefetch);
   void finish_swap_in(Page& page);  // under the lock
@@ -466,10 +466,10 @@ struct Session : c10::intrusive_ptr_target {
   int64_t pump_interval_ticks_ = 64;
   bool pumping_ = false;
 
-  std::vector<SwapTier> tiers_;                    // nearest first; empty: the policy swaps nothing
-  std::deque<int64_t> to_write_;                   // pages packed and not written back yet, by id
-  std::set<std::pair<int64_t, int64_t>> swapped_;  // (order of return, page id)
-  int64_t swapped_now_bytes_ = 0;                  // of these pages
+  std::vector<SwapTier> tiers_;   // nearest first; empty: the policy swaps nothing
+  std::deque<int64_t> to_write_;  // pages packed and not written back yet, by id
+  std::set<std::pair<ReturnOrder, int64_t>> swapped_;  // (order of return, page id)
+  int64_t swapped_now_bytes_ = 0;                      // of these pages
   int64_t swapping_in_bytes_ = 0;
   double early_write_back_ = 0.5;  // share of the budget from which unplanned pages are written
   bool tracing_ = false;

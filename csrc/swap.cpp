@@ -268,14 +268,12 @@ bool Session::is_timed(const Page& page) const {
   return page.prefetch_at >= step_begin_tick_ && page.frees <= 1;
 }
 
-// When a page is to come back, relative to others: by the plan, else by its next use, else those
-// that were saved last come first.
-int64_t Session::return_order(Page& page) const {
-  if (is_timed(page)) {
-    return page.prefetch_at;
-  }
+// When a page is to come back, relative to others: by the plan, and of two that it has come back at
+// the same op, by their next use; else by its next use, else those that were saved last come first.
+ReturnOrder Session::return_order(Page& page) const {
   const int64_t next = next_use_of(page, tick_);
-  return next >= 0 ? next : kUnknownReturn - page.packed_at;
+  const int64_t use = next >= 0 ? next : kUnknownReturn - page.packed_at;
+  return {is_timed(page) ? page.prefetch_at : use, use};
 }
 
 // Gives the page a storage and queues the copy into it. Without the lock: allocating may evict.

@@ -22,6 +22,7 @@
 #include <c10/util/SmallVector.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <utility>
 #include <vector>
 
 #include "lanes.h"
@@ -145,6 +146,8 @@ struct SwapCopy : c10::intrusive_ptr_target {
   int64_t version = -1;  // the page's, then
 };
 
+using ReturnOrder = std::pair<int64_t, int64_t>;  // ticks: of the copy back, of the next use
+
 struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   int64_t id = -1;  // of a managed page
   c10::weak_intrusive_ptr<c10::StorageImpl> weak;
@@ -175,7 +178,7 @@ struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   bool prefetched = false;      // brought back before it was asked for, and not used since
   uint64_t epoch = 0;           // moves on with each new content
   int64_t prefetch_at = -1;     // tick at which it is to come back; -1: not planned
-  int64_t return_order = 0;     // its place in Session::swapped_
+  ReturnOrder return_order;     // its place in Session::swapped_
   int32_t frees = 0;            // times that its device copy went, and the one below stayed
   c10::intrusive_ptr<SwapCopy> copy;
   TransferPtr incoming;  // while SwappingIn

@@ -422,6 +422,11 @@ class Runtime:
 
     def _learn(self) -> None:
         """Takes the logged step in, and gives the extension the plans that come of it."""
+        last = self._last
+        if not self._logged and last is not None and last.plan_hits and not last.plan_misses:
+            wait_s = last.out_stall_s + last.in_stall_s
+            if self._known.judge(last.rebuild_s, wait_s):
+                self._session.set_plans(self._known.tables())
         if not self._logged or not self._step_events:
             return
         graph = read_step_graph(self._session, np.concatenate(self._step_events))

@@ -23,6 +23,8 @@ import delta_runtime as delta
 from delta_runtime import cpu_pool
 from delta_runtime.act.links import PROFILES, flops_per_s, link_bytes_per_s
 from delta_runtime.config import Config
+from delta_runtime.core.model import Exit
+from delta_runtime.report.trace import TraceKind
 from tests.support.bitwise import Snapshot, assert_same_bits
 from tests.support.fixtures import one_thread  # noqa: F401
 from tests.support.swapping import (
@@ -192,6 +194,47 @@ def test_the_trace_shows_copies_under_compute(tmp_path, ordinary):
     )
     assert under > 0.3 * sum(end - begin for begin, end in copies)
     assert any(e["ph"] == "C" and e["args"]["swapped out"] > 0 for e in events)
+
+
+def test_of_copies_back_that_begin_at_one_op_the_one_needed_first_goes_first(tmp_path, monkeypatch):
+    runtime = delta.Runtime(
+        "90%",
+        device="cpu",
+        policy="swap",
+        min_bytes=0,
+        link_bytes_per_s=2e9,
+        trace=str(tmp_path / "t.json"),
+    )
+    rows: list[np.ndarray] = []
+    monkeypatch.setattr(runtime._trace, "add_step", lambda each: rows.append(each.copy()))
+
+    def step() -> torch.Tensor:
+        x = torch.linspace(0, 1, 1 << 18, requires_grad=True)
+        with runtime.step():
+            y = x
+            for _ in range(6):
+                y = y.sin()
+            loss = y.sum()
+            del y
+            runtime._session.make_room(1 << 40)
+            loss.backward()
+        return x.grad
+
+    for _ in range(4):
+        step()
+    graph, (table,) = runtime.graph(), runtime._known.tables()
+    backward = graph.op_tick[np.argmax(graph.op_backward)]
+    exits = np.full_like(table.exits, Exit.STAYS)
+    exits[graph.saved] = Exit.SWAP
+    prefetch_at = np.full_like(table.prefetch_at, -1)
+    prefetch_at[graph.saved] = backward
+    runtime._session.set_plans([table._replace(exits=exits, prefetch_at=prefetch_at)])
+    assert torch.equal(step(), expected_gradient())
+    came_back = rows[-1]["name"][rows[-1]["kind"] == TraceKind.COPY_IN].tolist()
+    first_uses = dict(zip(graph.saved.tolist(), graph.first_use.tolist(), strict=True))
+    assert len(came_back) >= 5
+    assert came_back == sorted(came_back, key=first_uses.__getitem__)
+    runtime.close()
 
 
 def test_no_copy_without_need():

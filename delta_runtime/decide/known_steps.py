@@ -1,13 +1,14 @@
 """The steps that have been seen, by their graph, and the plans made from them.
 
-Covers when a step has to be logged, how several runs of one graph become one record, and the plans
-in the form in which the extension follows them. What a plan says is `foresight`'s concern.
+Covers when a step has to be logged, how several runs of one graph become one record, which of several
+plans is the best by measurement, and the plans in the form in which the extension follows them. What
+a plan says is `foresight`'s concern.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +22,13 @@ CALIBRATION_STEPS = 3
 """Steps of one graph whose op times are taken (the least of them counts) before its plan is final."""
 SEARCH_EFFORT = 4.0
 """How long the final plan of a graph is improved, in steps' worth of what it rebuilds."""
+MOST_TRIALS = 4
+"""Plans of one graph that are tried in turns where the step waits for lanes."""
 MOST_GRAPHS = 16
 """Graphs that are remembered: alternating input shapes keep their plans."""
+
+_LEAST_WAIT = 0.002  # share of a step; who waits less has a plan that is good enough
+_CAUTION = 0.8  # of the speed that the last plan gave the lanes, in the next one that is tried
 
 
 class PlanTable(NamedTuple):
@@ -43,6 +49,9 @@ class _Known:
     foresight: Foresight | None = None
     runs: int = 1
     budget_bytes: int = 0  # that `foresight` was made for
+    links: Links | None = None  # that it was made with
+    trials: list[tuple[float, Foresight]] = field(default_factory=list)  # measured seconds, plan
+    settled: bool = False  # on one of the trials
 
 
 class KnownSteps:
@@ -63,6 +72,15 @@ class KnownSteps:
     def foresight(self) -> Foresight | None:
         """The plan of the latest graph; None where there is none."""
         return next(reversed(self._known.values())).foresight if self._known else None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the plan of the latest graph stays as it is."""
+        if not self._known:
+            return False
+        known = next(reversed(self._known.values()))
+        tries = self._plans and self._drops and self._swaps
+        return known.runs >= CALIBRATION_STEPS and (known.settled or not tries)
 
     def wants_log(self, *, missed: bool) -> bool:
         """Whether the next step should be logged.
@@ -95,7 +113,7 @@ class KnownSteps:
                     known.graph.op_watermark_bytes, graph.op_watermark_bytes
                 ),
             )
-            known = _Known(graph, known.foresight, known.runs + 1, known.budget_bytes)
+            known = replace(known, graph=graph, runs=known.runs + 1)
         else:
             known = _Known(graph)
         self._known[graph.fingerprint] = known
@@ -103,16 +121,60 @@ class KnownSteps:
             self._known.popitem(last=False)
         has_final_plan = known.runs > CALIBRATION_STEPS and known.budget_bytes == budget_bytes
         if self._plans and not has_final_plan:
-            effort = SEARCH_EFFORT if known.runs >= CALIBRATION_STEPS else 0.0
-            known.foresight = foresee(
-                graph,
-                budget_bytes,
-                effort=effort,
-                drops=self._drops,
-                links=links if self._swaps else None,
-            )
+            known.links = links if self._swaps else None
             known.budget_bytes = budget_bytes
+            known.trials, known.settled = [], False
+            known.foresight = self._plan(known)
         return graph
+
+    def _plan(self, known: _Known) -> Foresight:
+        return foresee(
+            known.graph,
+            known.budget_bytes,
+            effort=SEARCH_EFFORT if known.runs >= CALIBRATION_STEPS else 0.0,
+            drops=self._drops,
+            links=known.links,
+        )
+
+    def judge(self, rebuild_s: float, wait_s: float) -> bool:
+        """Take in what the final plan of the only known graph has cost, and try another where that pays.
+
+        A plan reckons with the lanes' speed and with op times of its own; where the step has to wait
+        for a lane all the same, one that asks less of the lanes is tried, at last one that asks
+        nothing, and the plan with the least measured seconds stays.
+
+        Args:
+            rebuild_s: seconds of recomputing in a step that followed the plan.
+            wait_s: seconds that it waited for lanes.
+
+        Returns:
+            Whether the next step has another plan.
+        """
+        if len(self._known) != 1 or not (self._plans and self._drops and self._swaps):
+            return False
+        known = next(iter(self._known.values()))
+        before = known.foresight
+        if known.settled or before is None or known.runs < CALIBRATION_STEPS:
+            return False
+        known.trials.append((rebuild_s + wait_s, before))
+        least_s = min(seconds for seconds, _ in known.trials)
+        waits = wait_s > _LEAST_WAIT * known.graph.seconds
+        if waits and known.links is not None and len(known.trials) < MOST_TRIALS:
+            known.links = replace(
+                known.links,
+                out_bytes_per_s=known.links.out_bytes_per_s * _CAUTION,
+                in_bytes_per_s=known.links.in_bytes_per_s * _CAUTION,
+            )
+            known.foresight = self._plan(known)
+        elif waits and known.links is not None:
+            known.links = None
+            known.foresight = self._plan(known)
+            known.settled = known.foresight.predicted_seconds > least_s
+        else:
+            known.settled = True
+        if known.settled:
+            known.foresight = min(known.trials, key=lambda trial: trial[0])[1]
+        return known.foresight is not before
 
     def tables(self) -> list[PlanTable]:
         """The plans of all known graphs, latest first."""

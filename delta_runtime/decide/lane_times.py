@@ -1,9 +1,9 @@
 """When swapped pages leave and come back: both lanes, in order, laid over the recorded step.
 
-Copies out are queued as pages are saved; a page is away from when its copy is done and forward has
-read it last. Copies in are laid backwards from when each page is needed, so that every one begins as
-late as the lane allows and none is late. No page makes the step wait here: where a lane is too slow
-the page is away for a shorter time, or not at all.
+Copies out are queued as forward lets go of pages (what somebody else holds is not copied); a page is
+away from when its copy is done. Copies in are laid backwards from when each page is needed, so that
+every one begins as late as the lane allows and none is late. No page makes the step wait here: where
+a lane is too slow the page is away for a shorter time, or not at all.
 
 The clock is that of the recorded ops alone: what rebuilding adds gives the lanes more time than is
 counted here.
@@ -46,8 +46,7 @@ class LaneTimes:
         bytes_ = cover.bytes / _SPEED_COUNTED_ON
         self.out_s = links.out_s(bytes_).tolist()
         self.in_s = links.in_s(bytes_).tolist()
-        saved_at = np.searchsorted(graph.op_tick, graph.saved_at, side="left") + 1
-        self._ready = self._clock[np.minimum(saved_at, graph.n_ops)].tolist()
+        self._ready = self._clock[np.minimum(cover.begin, graph.n_ops)].tolist()
         self._begin = cover.begin.tolist()
         self._clock_s = self._clock.tolist()
 
@@ -55,12 +54,12 @@ class LaneTimes:
         """Return when each of some swapped pages is away.
 
         Args:
-            pages: rows of `graph.saved`, in the order in which they are saved.
+            pages: rows of `graph.saved`.
             need: for every saved value the op behind which it is asked for.
         """
         gone_s: dict[int, float] = {}
         free_s = 0.0
-        for page in pages:
+        for page in sorted(pages, key=self._begin.__getitem__):
             free_s = max(free_s, self._ready[page]) + self.out_s[page]
             gone_s[page] = free_s
         starts: dict[int, float] = {}

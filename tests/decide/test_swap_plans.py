@@ -103,11 +103,11 @@ def test_the_lanes_carry_one_copy_at_a_time_and_in_time(sizes, speed, share):
     pages = list(range(len(graph.saved)))
     spans = lanes.spans(pages, need)
     clock = np.concatenate([[0.0], np.cumsum(graph.op_seconds)])
-    # Whoever is away is copied out before, after what was saved before it has been.
+    # Whoever is away was copied out before, once forward had read it last, behind those that were free earlier.
     free_s = 0.0
-    for page in pages:
+    for page in sorted(pages, key=lambda each: cover.begin[each]):
         out_s = graph.saved_bytes[page] / links.out_bytes_per_s
-        free_s = max(free_s, clock[graph.saved_at[page] + 1]) + out_s
+        free_s = max(free_s, clock[cover.begin[page]]) + out_s
         if spans[page].begin < spans[page].end:
             assert clock[spans[page].begin] >= free_s - 1e-9
     # And it is back in time, with all that is needed before it.

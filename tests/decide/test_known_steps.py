@@ -1,0 +1,107 @@
+"""Which of several plans of one graph stays: the one that has cost least, by measurement."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from delta_runtime.core.model import Exit
+from delta_runtime.decide.director import Links
+from delta_runtime.decide.known_steps import CALIBRATION_STEPS, MOST_TRIALS, KnownSteps
+from tests.support.step_graphs import chain
+
+MIB = 1024**2
+GRAPH = chain([8 * MIB] * 12, [1e-2] * 12)
+LINKS = Links(out_bytes_per_s=4000 * MIB, in_bytes_per_s=4000 * MIB)
+LONG_S = 0.1 * GRAPH.seconds
+
+
+def calibrated(**what: bool) -> KnownSteps:
+    known = KnownSteps(**{"plans": True, "drops": True, "swaps": True} | what)
+    for _ in range(CALIBRATION_STEPS):
+        assert not known.judge(0.0, LONG_S)  # not the final plan yet
+        known.learn(GRAPH, int(0.5 * GRAPH.peak_bytes), LINKS)
+    return known
+
+
+def swapped_bytes(known: KnownSteps) -> int:
+    assert known.foresight is not None
+    return int(GRAPH.value_bytes[known.foresight.exits == Exit.SWAP].sum())
+
+
+def test_a_plan_that_waits_for_nothing_stays():
+    known = calibrated()
+    plan = known.foresight
+    assert swapped_bytes(known) > 0 and not known.settled
+    assert not known.judge(0.01, 0.0)
+    assert known.settled and known.foresight is plan
+    assert not known.judge(0.01, LONG_S), "once settled, a slow step changes nothing"
+    assert known.foresight is plan
+
+
+def test_a_plan_that_waits_gives_way_to_one_that_asks_less_of_the_lanes():
+    known = calibrated()
+    first_bytes = swapped_bytes(known)
+    assert known.judge(0.01, LONG_S)
+    assert 0 < swapped_bytes(known) <= first_bytes
+    second = known.foresight
+    assert not known.judge(0.02, 0.0)
+    assert known.settled and known.foresight is second
+
+
+def test_the_least_measured_seconds_win():
+    known = calibrated()
+    first = known.foresight
+    assert known.judge(0.01, 0.01)
+    assert known.judge(0.02, 0.0)  # no wait, and yet dearer than the first
+    assert known.settled and known.foresight is first
+
+
+def test_at_last_a_plan_without_lanes_is_tried():
+    known = calibrated()
+    plans = []
+    for _ in range(MOST_TRIALS):
+        plans.append(known.foresight)
+        assert known.judge(0.0, 100.0)
+    assert swapped_bytes(known) == 0 and known.foresight.planned.any()
+    recompute = known.foresight
+    assert not known.judge(0.05, 0.0)
+    assert known.settled and known.foresight is recompute
+    assert recompute not in plans
+
+
+def test_a_plan_without_lanes_that_cannot_be_better_is_not_tried():
+    known = calibrated()
+    plans = []
+    waits = [0.004, 0.003, 0.002, 0.0015]
+    assert len(waits) == MOST_TRIALS and waits[-1] > 0.002 * GRAPH.seconds
+    for wait_s in waits:
+        plans.append(known.foresight)
+        known.judge(0.0, wait_s)
+    assert known.settled and known.foresight is plans[-1]
+
+
+@pytest.mark.parametrize("what", [{"plans": False}, {"drops": False}, {"swaps": False}], ids=str)
+def test_without_a_choice_there_is_nothing_to_judge(what):
+    known = calibrated(**what)
+    assert known.settled
+    before = known.foresight
+    assert not known.judge(0.0, LONG_S)
+    assert known.foresight is before
+
+
+def test_with_two_graphs_nobody_knows_whose_seconds_they_were():
+    known = calibrated()
+    known.learn(chain([4 * MIB] * 8, [1e-2] * 8), int(0.5 * GRAPH.peak_bytes), LINKS)
+    before = [table.exits.tolist() for table in known.tables()]
+    assert not known.judge(0.0, LONG_S)
+    assert [table.exits.tolist() for table in known.tables()] == before
+
+
+def test_another_budget_begins_anew():
+    known = calibrated()
+    assert not known.judge(0.01, 0.0)
+    assert known.settled
+    known.learn(GRAPH, int(0.6 * GRAPH.peak_bytes), LINKS)
+    assert not known.settled
+    assert np.isfinite(known.foresight.predicted_seconds)
