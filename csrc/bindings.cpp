@@ -211,6 +211,9 @@ py::list tiers_of(const Session& s) {
     d["refusals"] = u.refusals;
     d["out"] = lane(*tier.out);
     d["in"] = lane(*tier.in);
+    d["streams"] = tier.out->stream_id() == kNoStream
+                       ? py::object(py::none())
+                       : py::make_tuple(tier.out->stream_id(), tier.in->stream_id());
     tiers.append(d);
   }
   return tiers;
@@ -324,8 +327,8 @@ void bind_session(py::module_& m) {
       .def("stop_lanes", &Session::stop_lanes, py::call_guard<py::gil_scoped_release>(),
            "Ends the lanes' threads; what comes later is copied at once.")
       .def("tiers", &tiers_of,
-           "Of each tier below the device: its store, and (transfers, bytes, "
-           "busy seconds, bytes queued) of its two lanes.")
+           "Of each tier below the device: its store, and of its two lanes (transfers, bytes, "
+           "busy seconds, bytes queued) and the ids of their streams; None: they have none.")
       .def("set_tracing", [](Session& s, bool on) { s.tracing_ = on; })
       .def("take_in_transfers",
            [](Session& s) {
@@ -468,6 +471,8 @@ PYBIND11_MODULE(_C, m) {
       "set_sabotage", [](int which) { delta::set_sabotage(static_cast<delta::Sabotage>(which)); },
       "Break one rule of replay on purpose, for the tests that prove that the tests can fail; 0 "
       "mends it.");
+  m.def("set_poison", &delta::set_poison,
+        "Fill host memory that is given back with NaN, for tests of who still reads it.");
   m.def(
       "allocate_with_error_pending",
       [](int64_t bytes) {

@@ -5,13 +5,20 @@
 #include <algorithm>
 #include <cstring>
 
+#include "op_info.h"
+
 namespace delta {
 
 class HostBlock : public Block {
  public:
   HostBlock(std::shared_ptr<HostMemory> owner, int64_t offset, int64_t bytes)
       : Block(bytes), owner_(std::move(owner)), offset_(offset) {}
-  ~HostBlock() override { owner_->give_back(offset_, bytes()); }
+  ~HostBlock() override {
+    if (poisons()) {
+      std::memset(data(), 0xFF, static_cast<size_t>(bytes()));
+    }
+    owner_->give_back(offset_, bytes());
+  }
 
   int write(const void* from, Bounce&) override {
     std::memcpy(data(), from, static_cast<size_t>(bytes()));

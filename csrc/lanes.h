@@ -86,7 +86,8 @@ class Lane {
   virtual void poll() noexcept {}                              // takes note of what has ended
   virtual void finish(Transfer& transfer) { wait(transfer); }  // until it has ended
   virtual void stop() = 0;                                     // after what is queued
-  virtual double seconds_for(int64_t bytes) const;             // as measured; 0: not known yet
+  virtual c10::StreamId stream_id() const { return kNoStream; }
+  virtual double seconds_for(int64_t bytes) const;  // as measured; 0: not known yet
 
   int64_t queued_bytes() const { return queued_bytes_.load(std::memory_order_relaxed); }
   bool idle() const { return queued_bytes() == 0; }

@@ -18,6 +18,7 @@ namespace delta {
 namespace {
 
 std::atomic<int> g_sabotage{0};
+std::atomic<bool> g_poison{false};
 
 // Ops that write running statistics, marked in their schema or not; the outputs do not depend on
 // the old statistics while training. Name without overload -> (written arguments, index of
@@ -186,6 +187,9 @@ bool autocast_applies(const OpInfo& info, c10::ArrayRef<const c10::IValue> input
 
 Sabotage sabotage() { return static_cast<Sabotage>(g_sabotage.load(std::memory_order_relaxed)); }
 void set_sabotage(Sabotage which) { g_sabotage.store(static_cast<int>(which)); }
+
+bool poisons() { return g_poison.load(std::memory_order_relaxed); }
+void set_poison(bool on) { g_poison.store(on); }
 
 OpInfo* clone_op_info() {
   static OpInfo* info =

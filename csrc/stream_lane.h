@@ -1,20 +1,17 @@
 // Lanes of an accelerator: a side stream each, on whatever device type has streams and events.
 //
-// Note: order between streams (numbers of the rules in brackets are those of the races that other
-// offloaders ran into)
-//  1. Memory belongs to the stream that it was allocated on: there it goes when it is freed, at
-//  once.
-//     A page whose storage the session did not see being made is never freed here, for nobody knows
-//     that stream; nor is one that was used on more than one stream: see Page::many_streams.
+// Note: order between streams
+//  1. Memory belongs to the stream that it was allocated on and goes back there, at once. A page
+//     whose storage the session did not see being made is never freed here, for nobody knows that
+//     stream; nor is one that was used on more than one: see Page::many_streams.
 //  2. Out: the side stream waits for what the page's stream, and the current one, have queued until
 //     now, copies, and marks the end. The memory is freed only after the page's stream was made to
-//     wait for that mark [3, 6].
+//     wait for that mark.
 //  3. In: the destination is allocated on the page's stream; the side stream waits for what that
-//  has
-//     queued until now, which includes whoever had the memory before, and for the end of the copy
-//     out [4]. Whoever uses it waits for the mark, on the stream that is current then [1]; and on
-//     another stream than the page's, for that one too.
-//  4. A block of host memory goes back when the mark was reached, not when it was queued [5].
+//     one has queued until now, which includes whoever had the memory before, and for the end of
+//     the copy out. Whoever uses it waits for the mark, on the stream that is current then;
+//     and on another stream than the page's, for that one too.
+//  4. A block of host memory goes back when the mark was reached, not when it was queued.
 //  5. A device that fails leaves no copy that anybody trusts: all that was under way has failed.
 #pragma once
 
@@ -37,6 +34,7 @@ class StreamLane : public Lane {
   void poll() noexcept override;
   void finish(Transfer& transfer) override;
   void stop() override;
+  c10::StreamId stream_id() const override { return stream_.id(); }
 
  private:
   void copy(Transfer& transfer);

@@ -4,8 +4,8 @@ A benchmark, on the virtual accelerator: the CPU pool is the device, RAM outside
 ratio of link bytes to compute of real cards (delta_runtime/act/links.py). The link "disk" is no link: the plain CPU
 device with a spill file in the directory for temporary files, as fast as it is. Trains M1, M2 and M3 of
 scripts/workloads.py at several shares of the activations under several policies, with the pool's capacity at the
-budget. All policies and links of one budget take turns, a step each, in an order that moves on by one from round to
-round, with an ordinary step after each; a ratio is that of the least step of each kind, as timeit has it: what else
+budget. All policies and links of one budget take turns, a step each, in a random order in each round, with an ordinary
+step after each round; a ratio is that of the least step of each kind, as timeit has it: what else
 happens on a machine makes steps slower, by several per cent, never faster. Who is slower than the fastest of the first
 round by more than a quarter of a step is not timed again. Compute runs on one thread, so that a
 second core is left for the copies, as an accelerator has copy engines of its own: nothing else should run. Takes 10 to
@@ -35,6 +35,7 @@ import functools
 import gc
 import itertools
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -217,10 +218,10 @@ class Bench:
         ordinaries = [self.ordinary()]
         timed = list(contenders)
         for index in range(self.rounds):
-            turn = index % len(timed)
-            timed = [c for c in timed[turn:] + timed[:turn] if not c.failure]
+            timed = [c for c in timed if not c.failure]
             if not timed:
                 break
+            random.Random(index).shuffle(timed)
             self.managed(min(timed, key=lambda c: min(c.seconds, default=0.0)), budget_bytes)
             for contender in timed:
                 seconds = self.managed(contender, budget_bytes)

@@ -1,26 +1,30 @@
 """The device that these tests run on: a real accelerator, or the simulated one of tests/support/fake_accelerator.
 
-Loading the simulated one changes the whole process, so the tests of this folder are collected only where
-DELTA_TEST_DEVICE says on what: "fake" or "cuda". tests/test_accelerator.py runs them on the first, in a process of
-its own.
+The tests of this folder are collected only where DELTA_TEST_DEVICE names one ("fake", "cuda"; see
+tests/support/device.py). tests/test_accelerator.py runs them on the first, in a process of its own.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-DEVICE = os.environ.get("DELTA_TEST_DEVICE", "")
+import delta_runtime as delta
+from tests.support.device import TYPE, device_under_test
 
-if not DEVICE:
+if TYPE == "cpu":
     collect_ignore_glob = ["test_*.py"]
 
 
+CYCLES_PER_S = 2e9
+"""Of a card's clock, more than any has: a delay is at least as long as it was asked for."""
+
+
 class Controls:
-    """What a real accelerator has no switches for, and the simulated one has."""
+    """What can be made slow, or fail, on purpose: all of it on the simulated device, delays on a CUDA card too."""
 
     def __init__(self, fake: object | None) -> None:
         self.fake = fake
@@ -37,6 +41,20 @@ class Controls:
         """A stream, by default that which compute runs on, does nothing for a while."""
         if self.fake is not None:
             self.fake.delay(stream.stream_id if stream else 0, seconds)
+        elif TYPE == "cuda":
+            with contextlib.nullcontext() if stream is None else stream:
+                torch.cuda._sleep(int(seconds * CYCLES_PER_S))
+
+    def delay_lane(self, runtime: delta.Runtime, direction: str, seconds: float) -> None:
+        """The lane "out" or "in" does nothing for a while before what is queued next."""
+        (tier,) = runtime._session.tiers()
+        stream_id = tier["streams"][("out", "in").index(direction)]
+        if self.fake is not None:
+            self.fake.delay(stream_id, seconds)
+        else:
+            kind = int(torch._C._autograd.DeviceType.CUDA)
+            stream = torch.Stream(stream_id=stream_id, device_index=0, device_type=kind)
+            self.delay(seconds, stream)
 
     def lost(self, lost: bool) -> None:
         if self.fake is not None:
@@ -49,22 +67,20 @@ class Controls:
 
 @pytest.fixture(scope="session")
 def controls() -> Controls:
-    if DEVICE == "fake":
-        from tests.support import fake_accelerator
+    device_under_test()
+    if TYPE != "fake":
+        return Controls(None)
+    from tests.support import fake_accelerator
 
-        return Controls(fake_accelerator.load())
-    if not torch.accelerator.is_available():
-        pytest.skip(f"there is no {DEVICE} here")
-    return Controls(None)
+    return Controls(fake_accelerator.load())
 
 
 @pytest.fixture
 def device(controls: Controls) -> Iterator[torch.device]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
     controls.slow_copies(0)
     controls.capacity(0)
     torch.accelerator.synchronize()
-    yield torch.device(DEVICE, 0)
+    yield device_under_test()
     torch.accelerator.synchronize()
     controls.slow_copies(0)
     controls.capacity(0)

@@ -19,7 +19,7 @@ from torch import nn
 import delta_runtime as delta
 from delta_runtime.decide.policies import get_policy
 from tests.support.bitwise import Snapshot, assert_same_bits, freeze, prefixed
-from tests.support.managed import STREAM_SABOTAGES, sabotage
+from tests.support.managed import STREAM_SABOTAGES, poisoned_host_memory, sabotage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -120,7 +120,8 @@ def test_same_bits_when_everything_leaves(device, controls, name, mode):
         runtime = delta.Runtime(
             device=str(device), policy=policy, min_bytes=0, host_budget="256MiB"
         )
-        assert_same_bits(train(device, name, runtime), snapshot, f"{name} {mode} {seed}")
+        with poisoned_host_memory():
+            assert_same_bits(train(device, name, runtime), snapshot, f"{name} {mode} {seed}")
         totals = runtime.report().totals
         assert totals.rebuilds + totals.swap_ins > 10
         runtime.close()
@@ -133,9 +134,10 @@ def chain_of_sines(x: torch.Tensor) -> torch.Tensor:
     return y.sum()
 
 
-def swap_out_a_graph(runtime: delta.Runtime, x: torch.Tensor) -> torch.Tensor:
+def swap_out_a_graph(runtime: delta.Runtime, x: torch.Tensor, early=lambda: None) -> torch.Tensor:
     with runtime.step():
         loss = chain_of_sines(x)
+        early()
         runtime._session.make_room(1 << 40)
     assert runtime._session.counters()["swapped_now_bytes"] > 0
     return loss
@@ -147,21 +149,27 @@ def swapper(device: torch.device, **arguments) -> delta.Runtime:
 
 
 def gradient(
-    device: torch.device, runtime: delta.Runtime | None, late=lambda: None
+    device: torch.device, runtime: delta.Runtime | None, early=lambda: None, late=lambda: None
 ) -> torch.Tensor:
-    """Of a chain that was swapped out whole; then other tensors take the memory that came free.
+    """Of a chain that was swapped out whole; then other tensors take the memory that came free, and fill it with NaN.
 
-    `late` is called in backward, right before those give it back and the first page returns.
+    `early` is called right before the pages leave, `late` in backward, before those others are filled with NaN once
+    more and give the memory back, and the first page returns.
     """
     x = torch.linspace(0, 1, 1 << 18).to(device).requires_grad_()
     if runtime is None:
         chain_of_sines(x).backward()
         return x.grad.cpu()
-    loss = swap_out_a_graph(runtime, x)
-    others = [torch.full((1 << 18,), 7.0, device=device) for _ in range(6)]
+    loss = swap_out_a_graph(runtime, x, early)
+    others = [torch.full((1 << 18,), torch.nan, device=device) for _ in range(6)]
 
     def give_back(_) -> None:
         late()
+        # Behind what `late` has queued, on the simulated device too. The runtime must not see it: it times what it
+        # sees in its first steps, and waits for the device to do so.
+        unseen = threading.Thread(target=lambda: [t.copy_(others[0]) for t in others[1:]])
+        unseen.start()
+        unseen.join()
         others.clear()
 
     loss.grad_fn.register_prehook(give_back)
@@ -181,18 +189,46 @@ def test_a_graph_that_was_swapped_out_whole(device, controls):
     runtime.close()
 
 
+def delayed(device, controls, where: str) -> torch.Tensor:
+    """A gradient with one of the three streams far behind the others."""
+    runtime = swapper(device)
+    early = late = lambda: None
+    if where == "out":
+        early = lambda: controls.delay_lane(runtime, "out", 0.3)  # noqa: E731
+    elif where == "in":
+        late = lambda: controls.delay_lane(runtime, "in", 0.3)  # noqa: E731
+    else:
+        late = lambda: controls.delay(0.3)  # noqa: E731
+    with poisoned_host_memory():
+        found = gradient(device, runtime, early, late)
+    torch.accelerator.synchronize()
+    counters = runtime._session.counters()
+    assert counters["swap_outs"] >= 5 and counters["swap_ins"] >= 5
+    runtime.close()
+    return found
+
+
+WHERE_IT_SHOWS = {
+    "NO_ORDER_OUT": "out",
+    "NO_ORDER_IN": "in",
+    "NO_ORDER_SIDE": "compute",
+    "EARLY_END": "in",
+}
+
+
+@pytest.mark.parametrize("where", ["out", "in", "compute"])
+def test_a_stream_that_is_late(device, controls, where):
+    expected = gradient(device, None)
+    for _ in range(5):
+        assert torch.equal(delayed(device, controls, where), expected)
+
+
 @pytest.mark.parametrize("which", STREAM_SABOTAGES)
 def test_a_missing_order_shows(device, controls, which):
-    """Each rule of csrc/stream_lane.h, broken on purpose, gives wrong gradients: these tests can fail."""
-    if not controls.simulated:
-        pytest.skip("a real card may be quick enough to hide it")
+    """Each rule of csrc/stream_lane.h, broken on purpose, gives wrong gradients: the test above can fail."""
     expected = gradient(device, None)
-    controls.slow_copies(50e6)
     with sabotage(which):
-        runtime = swapper(device)
-        wrong = gradient(device, runtime, late=lambda: controls.delay(0.3))
-        torch.accelerator.synchronize()
-        runtime.close()
+        wrong = delayed(device, controls, WHERE_IT_SHOWS[which])
     assert not torch.equal(wrong, expected)
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tests.support.device import device_module
+
 
 @dataclass(frozen=True, slots=True)
 class FrozenTensor:
@@ -42,7 +44,7 @@ def _strided(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def freeze(tensor: Tensor) -> FrozenTensor:
     """Copies the content of a tensor of any layout into plain bytes."""
-    tensor = _strided(tensor.detach())
+    tensor = _strided(tensor.detach()).cpu()
     if tensor._is_zerotensor():
         tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
     tensor = tensor.resolve_conj().resolve_neg()
@@ -63,8 +65,12 @@ def freeze_all(label: str, tensors: Iterable[Tensor | None]) -> Snapshot:
 
 
 def random_state() -> Snapshot:
-    """The state of the global generator."""
-    return {"random state": freeze(torch.get_rng_state())}
+    """The state of the global generator, and of the accelerator's where the tests run on one."""
+    snapshot: Snapshot = {"random state": freeze(torch.get_rng_state())}
+    module = device_module()
+    if module is not None:
+        snapshot["random state of the accelerator"] = freeze(module.get_rng_state())
+    return snapshot
 
 
 def gradients(module: nn.Module) -> Snapshot:

@@ -11,6 +11,10 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
+
+from tests.support.device import device_under_test
+
 MODES = ("ordinary", "drop_all", "random", "swap_all", "disk_all", "mix", "budget")
 
 SABOTAGES = (
@@ -22,7 +26,7 @@ SABOTAGES = (
     "NO_CLONE_ON_WRITE",
 )
 """Ways to break recording and replaying on purpose, numbered from 1 as in csrc/op_info.h."""
-STREAM_SABOTAGES = {"NO_ORDER_OUT": 8, "NO_ORDER_IN": 9, "NO_ORDER_SIDE": 10}
+STREAM_SABOTAGES = {"NO_ORDER_OUT": 8, "NO_ORDER_IN": 9, "NO_ORDER_SIDE": 10, "EARLY_END": 11}
 """Ways to break the order between the streams of an accelerator."""
 
 
@@ -57,8 +61,8 @@ def managed(mode: str, *, seed: int = 0, budget_bytes: int | None = None) -> Ite
     Args:
         mode: "ordinary": no runtime at all. "drop_all": everything that can be dropped is dropped at once.
             "random": a seeded random choice is dropped at random op boundaries. "swap_all", "disk_all": everything is
-            swapped out at once, to host memory or to disk. "mix": random choices are swapped out, dropped and brought
-            back. "budget": policy "recompute" under `budget_bytes`.
+            swapped out at once, to host memory or to disk (not below an accelerator). "mix": random choices are swapped
+            out, dropped and brought back. "budget": policy "recompute" under `budget_bytes`.
         seed: of modes "random" and "mix".
         budget_bytes: of mode "budget".
     """
@@ -74,15 +78,20 @@ def managed(mode: str, *, seed: int = 0, budget_bytes: int | None = None) -> Ite
     import delta_runtime as delta
     from delta_runtime.decide.policies import get_policy
 
+    device = str(device_under_test())
     if mode == "budget":
-        runtime = delta.Runtime(budget_bytes, policy="recompute", min_bytes=0)
+        runtime = delta.Runtime(budget_bytes, policy="recompute", device=device, min_bytes=0)
     else:
         stress = "swap_all" if mode == "disk_all" else mode
         policy = dataclasses.replace(get_policy(f"stress_{stress}"), seed=seed)
         host_budget = "2GiB" if mode in ("swap_all", "mix") else None
         disk_budget = "512MiB" if mode == "disk_all" else None
         runtime = delta.Runtime(
-            policy=policy, min_bytes=0, host_budget=host_budget, disk_budget=disk_budget
+            policy=policy,
+            device=device,
+            min_bytes=0,
+            host_budget=host_budget,
+            disk_budget=disk_budget,
         )
     try:
         with runtime:
@@ -101,21 +110,43 @@ def measured() -> Iterator[Peak]:
     """Measures the peak of live bytes of a block."""
     from delta_runtime import cpu_pool
 
-    cpu_pool.install()
-    cpu_pool.reset_peak()
+    device = device_under_test()
     peak = Peak()
+    if device.type == "cpu":
+        cpu_pool.install()
+        cpu_pool.reset_peak()
+    else:
+        torch.accelerator.reset_peak_memory_stats(device)
     try:
         yield peak
     finally:
-        peak.peak_bytes = cpu_pool.peak_bytes()
+        if device.type == "cpu":
+            peak.peak_bytes = cpu_pool.peak_bytes()
+        else:
+            peak.peak_bytes = torch.accelerator.max_memory_allocated(device)
 
 
 def live_bytes() -> int:
-    """Live bytes of the CPU pool, counted from its installation."""
+    """Live bytes of the CPU pool, counted from its installation, or of the accelerator."""
     from delta_runtime import cpu_pool
 
+    device = device_under_test()
+    if device.type != "cpu":
+        return torch.accelerator.memory_allocated(device)
     cpu_pool.install()
     return cpu_pool.allocated_bytes()
+
+
+@contextlib.contextmanager
+def poisoned_host_memory() -> Iterator[None]:
+    """Fills host memory that is given back with NaN for the duration of the block."""
+    from delta_runtime import _C
+
+    _C.set_poison(True)
+    try:
+        yield
+    finally:
+        _C.set_poison(False)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from tests.support.bitwise import (
     prefixed,
     random_state,
 )
+from tests.support.device import device_under_test, moved
 from tests.support.managed import Probe, live_bytes, managed, measured
 from tests.zoo import ZooEntry
 
@@ -72,18 +73,20 @@ def train(
     budget_bytes: int | None = None,
 ) -> Run:
     """Trains `entry` by `recipe` under a mode of `managed`."""
+    device = device_under_test()
     gc.collect()
     base_bytes = live_bytes()
     snapshot: Snapshot = {}
     with measured() as peak:
         built = entry.build(recipe.seed)
+        built.model.to(device)
         optimizer = OPTIMIZERS[recipe.optimizer](built.model.parameters())
         torch.manual_seed(recipe.seed + 1)
         with managed(mode, seed=managed_seed, budget_bytes=budget_bytes) as probe:
             for step in range(recipe.steps):
                 optimizer.zero_grad(set_to_none=True)
-                with torch.autocast("cpu", torch.bfloat16, enabled=recipe.autocast):
-                    loss = built.loss(built.batch(step))
+                with torch.autocast(device.type, torch.bfloat16, enabled=recipe.autocast):
+                    loss = built.loss(moved(built.batch(step)))
                 loss.backward()
                 snapshot |= prefixed(f"step {step}", {"loss": freeze(loss)})
                 snapshot |= prefixed(f"step {step}", gradients(built.model))

@@ -1,0 +1,67 @@
+"""PyTorch's own ops and modules, and real models, on an accelerator: same bits when everything or a random part leaves.
+
+The rows of tests/sweeps; on the simulated device each row has one sample, and rows and models run in one mode instead
+of all. scripts/sweep_op_db.py does more, with DELTA_TEST_DEVICE set. Rows and models whose ordinary run does not work
+on the device are left out; the number of the former is bounded here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.support.bitwise import difference
+from tests.support.device import TYPE
+from tests.support.fixtures import one_thread  # noqa: F401
+from tests.support.training import Recipe, Run, train
+from tests.sweeps.rows import Outcome, failures, module_rows, op_rows, run_row
+from tests.zoo import ZOO
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+MODES = ("drop_all", "swap_all", "mix")
+UNSUPPORTED = {"fake": {"mixtral", "unet", "gru"}}
+"""Models whose ordinary run fails, by type of device: the simulated one has no kernels for them."""
+MODELS = [name for name in ZOO if name not in UNSUPPORTED.get(TYPE, ())]
+RUNS = (
+    [(name, MODES[index % len(MODES)]) for index, name in enumerate(MODELS)]
+    if TYPE == "fake"
+    else list(itertools.product(MODELS, MODES))
+)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("database", ["op_db", "module_db"])
+def test_same_bits(device, controls, database, mode):
+    rows = (op_rows if database == "op_db" else module_rows)(torch.float32)
+    if controls.simulated:
+        rows = rows[MODES.index(mode) :: len(MODES)]
+    results = {row.name: run_row(row, mode, 1 if controls.simulated else 3) for row in rows}
+    message = failures(results)
+    assert not message, f"{mode}: {message}"
+    outcomes = Counter(result.outcome for result in results.values())
+    assert outcomes[Outcome.NO_SAMPLE] <= 0.1 * len(rows), "too many have no ordinary run here"
+    if mode != "mix":
+        assert outcomes[Outcome.REBUILT] > (0.6 if database == "op_db" else 0.8) * len(rows), (
+            outcomes
+        )
+
+
+def ordinary(name: str, recipe: Recipe) -> Run:
+    """An ordinary run that repeats bit for bit."""
+    first, again = train(ZOO[name], recipe), train(ZOO[name], recipe)
+    if difference(again.snapshot, first.snapshot):
+        pytest.skip(f"{name} does not repeat bit for bit by itself here")
+    return first
+
+
+@pytest.mark.parametrize(("name", "mode"), RUNS)
+def test_same_bits_of_models(device, controls, name, mode):
+    recipe = Recipe(steps=2, autocast=MODELS.index(name) % 2 == 1)
+    inside = train(ZOO[name], recipe, mode, managed_seed=len(name))
+    found = difference(inside.snapshot, ordinary(name, recipe).snapshot)
+    assert not found, f"{name}: {found}"
+    assert inside.probe.rebuilt > 0
