@@ -561,6 +561,11 @@ using Inspect = std::function<void(const OpRecord&, const std::vector<c10::Stora
 c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs,
                      const Inspect& inspect = nullptr) {
   const auto begin = std::chrono::steady_clock::now();
+  const auto stalled = [&session] {
+    Session::Guard guard(session);
+    return session.counters_.out_stall_seconds + session.counters_.in_stall_seconds;
+  };
+  const double stalled_before = stalled();
   for (auto& op : plan.ops) {
     if (session.options_.budget_bytes > 0) {
       session.look_ahead(op->watermark_bytes);
@@ -610,9 +615,10 @@ c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs,
     }
   }
   {
+    const double waited = stalled() - stalled_before;  // for lanes, to make room: counted there
     Session::Guard guard(session);
     const double seconds = seconds_since(begin);
-    session.counters_.rebuild_seconds += seconds;
+    session.counters_.rebuild_seconds += std::max(0.0, seconds - waited);
     if (session.tracing_) {
       session.trace_.push_back({static_cast<int64_t>(TraceKind::Rebuild), root.key, root.bytes, 0,
                                 0, seconds_of(begin), seconds_of(begin) + seconds});

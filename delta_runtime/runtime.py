@@ -422,10 +422,10 @@ class Runtime:
 
     def _learn(self) -> None:
         """Takes the logged step in, and gives the extension the plans that come of it."""
-        last = self._last
-        if not self._logged and last is not None and last.plan_hits and not last.plan_misses:
-            wait_s = last.out_stall_s + last.in_stall_s
-            if self._known.judge(last.rebuild_s, wait_s):
+        if not self._logged and self._followed_plan():
+            assert self._last is not None
+            wait_s = self._last.out_stall_s + self._last.in_stall_s
+            if self._known.judge(self._last.rebuild_s, wait_s):
                 self._session.set_plans(self._known.tables())
         if not self._logged or not self._step_events:
             return
@@ -435,6 +435,21 @@ class Runtime:
         self._graph = self._known.learn(graph, self.budget_bytes, self._links())
         if self.policy.plans or self._distance is Distance.NEXT_USE:
             self._session.set_plans(self._known.tables())
+
+    def _followed_plan(self) -> bool:
+        """Whether the last step was the recorded one, backward included, and its seconds were seen.
+
+        On an accelerator the host does not wait for the lanes: its clock says nothing of them.
+        """
+        last, graph = self._last, self._graph
+        return (
+            self.device.type == "cpu"
+            and last is not None
+            and graph is not None
+            and not last.plan_misses
+            and last.plan_hits == len(graph.saved)
+            and last.unpacks >= len(graph.uses)
+        )
 
     def _warn_if_over(self, peak_bytes: int) -> None:
         if not self.policy.evicts_to or peak_bytes <= self.budget_bytes:

@@ -7,7 +7,7 @@ scripts/workloads.py at several shares of the activations under several policies
 budget. All policies and links of one budget take turns, a step each, in a random order in each round, with an ordinary
 step after each round; a ratio is that of the least step of each kind, as timeit has it: what else
 happens on a machine makes steps slower, by several per cent, never faster. Who is slower than the fastest of the first
-round by more than a quarter of a step is not timed again. Compute runs on one thread, so that a
+two rounds by more than a quarter of a step is not timed again. Compute runs on one thread, so that a
 second core is left for the copies, as an accelerator has copy engines of its own: nothing else should run. Takes 10 to
 15 minutes for each model and share, one and a half to two hours for all; needs no GPU.
 
@@ -59,7 +59,7 @@ from delta_runtime.act.links import PROFILES, flops_per_s, link_bytes_per_s
 from delta_runtime.act.spill import measure_disk
 from delta_runtime.core.model import Exit
 from delta_runtime.core.units import format_bytes, format_seconds
-from delta_runtime.decide.known_steps import CALIBRATION_STEPS, MOST_TRIALS
+from delta_runtime.decide.known_steps import CALIBRATION_STEPS, MOST_TRIALS, TRIAL_STEPS
 from delta_runtime.decide.policies import POLICIES
 from delta_runtime.report.step_report import StepTotals
 from scripts.bench_recompute import (
@@ -229,21 +229,26 @@ class Bench:
                     contender.seconds.append(seconds)
                     contender.lasts.append(contender.runtime.report().last)
             ordinaries.append(self.ordinary())
-            fastest = min((c.seconds[0] for c in timed if c.seconds), default=0.0)
-            limit = fastest + SLOW * ordinaries[0]
-            timed = [c for c in timed if c.seconds and c.seconds[0] <= limit]
+            if index != 1:
+                continue
+            fastest = min((min(c.seconds) for c in timed if c.seconds), default=0.0)
+            limit = fastest + SLOW * min(ordinaries)
+            timed = [c for c in timed if c.seconds and min(c.seconds) <= limit]
         return [self.close(c, share, budget_bytes, ordinaries) for c in contenders]
 
     def start(self, link: str, policy: str, budget_bytes: int) -> Contender:
         """Makes a runtime and lets it see as many steps as it needs for its last plan."""
         below: dict[str, Any] = {}
         if link == DISK:
-            below = {"spill_dir": tempfile.gettempdir()}
+            below = {
+                "spill_dir": tempfile.gettempdir(),
+                "disk_budget": self.measured.activation_bytes,
+            }
         elif link:
             below = {"link_bytes_per_s": bytes_per_s(link)}
         runtime = delta.Runtime(budget_bytes, device="cpu", policy=policy, **below)
         contender = Contender(link, policy, runtime)
-        for index in range(CALIBRATION_STEPS + MOST_TRIALS + 2):
+        for index in range(CALIBRATION_STEPS + TRIAL_STEPS * (MOST_TRIALS + 1) + 1):
             self.managed(contender, budget_bytes)
             if index >= 1 and (runtime._known.settled or not POLICIES[policy].plans):
                 break
@@ -325,8 +330,10 @@ def judged(found: dict[str, Cell | None]) -> tuple[str, str]:
     """What `auto` is at one place by the ratios, with the difference in per cent, and by the count."""
     auto = found["auto"]
     rivals = [c for c in (found["swap"], found["recompute"]) if c is not None and c.ratio]
-    if auto is None or not auto.ratio or not rivals:
+    if auto is None or not rivals:
         return "", ""
+    if not auto.ratio:
+        return "worse: failed", "worse: failed"
     best = min(rivals, key=lambda c: c.least_ratio)
     difference = auto.least_ratio - best.least_ratio
     by_ratio = f"{verdict(difference, best.least_ratio - 1, NOISE)} {difference * 100:+.1f}"

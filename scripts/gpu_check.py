@@ -5,8 +5,9 @@ soon as it has ended: the build of the extension against the torch that is insta
 with streams that are late on purpose and memory that is filled with NaN; the gradient sweeps over PyTorch's ops and
 modules and over real models; some tests under compute-sanitizer, where it is installed, and under torch's own
 sanitizer; who trains behind walls; and the benchmarks of scripts/bench_accelerator.py. No part may take more than 9
-minutes, nor all of them more than 25 in one call. A part that has passed with the sources as they are is not run again
-(`--again`: it is), so the next call goes on where this one ended. Exits 1 if a part failed or had no time left.
+minutes, nor all of them more than 25 in one call. A part that has passed with the sources and the card as they are is
+not run again (`--again`: it is), so the next call goes on where this one ended; what failed comes after what was never
+run. Exits 1 if a part failed or had no time left.
 
     python scripts/gpu_check.py [--json build/gpu_check.json] [--parts build,tests] [--minutes 25] [--again]
     python scripts/gpu_check.py --dry-run
@@ -18,15 +19,18 @@ shows that the check itself runs; its figures mean nothing. Takes about 4 minute
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_PART_S = 9 * 60
@@ -56,13 +60,17 @@ class Part:
 
 
 PYTEST = ("{python}", "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider")
-ORDERS = "late or missing or swapped_out_whole or host_memory"
+ORDERS = "late or swapped_out_whole or host_memory"
 BENCH = ("{python}", "scripts/bench_accelerator.py")
 OUT = ("--device", "{device}", "--json", "{out}")
 
 
-def speed(model: str) -> Part:
-    return Part(f"speed {model}", (*BENCH, "speed", "--models", model, *OUT), limit_s=300)
+def bench(part: str, model: str, *more: str, limit_s: float = 300) -> Part:
+    return Part(f"{part} {model}", (*BENCH, part, "--models", model, *more, *OUT), limit_s=limit_s)
+
+
+def dry_bench(part: str, models: str, *more: str) -> Part:
+    return Part(f"{part} of toys", (*BENCH, part, "--models", models, *more, *OUT))
 
 
 PARTS: tuple[Part, ...] = (
@@ -92,23 +100,17 @@ PARTS: tuple[Part, ...] = (
         needs="compute-sanitizer",
         on_card_only=True,
     ),
-    Part(
-        "walls",
-        (*BENCH, "walls", *OUT),
-        dry=(*BENCH, "walls", "--models", "tiny_resnet,tiny_gpt2", "--walls", "12MiB,64MiB", *OUT),
-    ),
-    *(speed(model) for model in ("resnet50", "gpt2_medium", "llama_1b", "vit_large")),
-    Part(
-        "batch",
-        (*BENCH, "batch", "--models", "resnet50,resnet101,gpt2_large", "--walls", "8GiB", *OUT),
-        dry=(*BENCH, "batch", "--models", "tiny_gpt2", "--walls", "24MiB", "--rounds", "2")
-        + ("--most", "32", *OUT),
-    ),
+    *(bench("speed", model) for model in ("resnet50", "gpt2_medium", "llama_1b", "vit_large")),
+    *(bench("walls", model) for model in ("resnet50", "gpt2_medium", "vit_large")),
+    bench("walls", "llama_1b", "--walls", "16GiB,24GiB"),
+    *(bench("batch", model, "--walls", "8GiB") for model in ("resnet50", "resnet101")),
+    bench("batch", "gpt2_large", "--walls", "16GiB"),
 )
-DRY_SPEED = Part(
-    "speed of toys",
-    (*BENCH, "speed", "--models", "tiny_resnet,tiny_gpt2", "--shares", "0.7", "--rounds", "2")
-    + OUT,
+"""On a card. Weights, gradients and AdamW's state of GPT-2 large take 11.5 GiB, of the Llama 8.2."""
+DRY_BENCHES: tuple[Part, ...] = (
+    dry_bench("speed", "tiny_resnet,tiny_gpt2", "--shares", "0.7", "--rounds", "2"),
+    dry_bench("walls", "tiny_resnet,tiny_gpt2", "--walls", "12MiB,64MiB"),
+    dry_bench("batch", "tiny_gpt2", "--walls", "24MiB", "--rounds", "2", "--most", "64"),
 )
 
 
@@ -117,11 +119,13 @@ class Outcome:
     """What came of a part.
 
     Args:
-        state: "passed", "failed", "out of time", "skipped" (with the reason in `tail`).
+        state: "passed", "failed", "out of time", "cut short" (the time for all parts was over),
+            "skipped" (with the reason in `tail`).
         seconds: that it took.
         tail: the end of what it printed.
         results: what it wrote as JSON, if it did.
-        sources: fingerprint of the sources that it ran on.
+        sources: fingerprint of what it ran on.
+        about: hardware and versions that it ran on.
     """
 
     state: str
@@ -129,11 +133,17 @@ class Outcome:
     tail: str = ""
     results: object = None
     sources: str = ""
+    about: object = None
 
 
-def fingerprint() -> str:
-    """Of all sources that a part may use: what has passed with others says nothing."""
+def fingerprint(about: object) -> str:
+    """Of all that a part may depend on: what has passed with something else says nothing."""
+    kept = ("card", "cuda", "driver", "torch", "python", "error")
     digest = hashlib.sha256()
+    if isinstance(about, dict):
+        digest.update(json.dumps({name: about.get(name) for name in kept}).encode())
+    for name in ("setup.py", "pyproject.toml"):
+        digest.update((ROOT / name).read_bytes())
     for folder in ("csrc", "delta_runtime", "scripts", "tests"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in (".py", ".cpp", ".h"):
@@ -145,8 +155,8 @@ def parts_of(dry_run: bool) -> list[Part]:
     """What is run, in order."""
     if not dry_run:
         return list(PARTS)
-    kept = [part for part in PARTS if not part.name.startswith("speed")]
-    return [*kept[:-1], DRY_SPEED, kept[-1]]
+    benches = ("speed", "walls", "batch")
+    return [part for part in PARTS if part.name.split()[0] not in benches] + list(DRY_BENCHES)
 
 
 def run(part: Part, device: str, dry_run: bool, limit_s: float) -> Outcome:
@@ -186,11 +196,15 @@ def run(part: Part, device: str, dry_run: bool, limit_s: float) -> Outcome:
         try:
             state = "passed" if process.wait(limit_s) == 0 else "failed"
         except subprocess.TimeoutExpired:
-            state = "out of time"
-            os.killpg(process.pid, 9)
+            state = "out of time" if limit_s >= part.limit_s else "cut short"
+        finally:  # also where this process is interrupted: nobody else would let go of the card
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     seconds = time.monotonic() - begin
-    results = json.loads(out.read_text()) if out.exists() else None
+    results = None
+    with contextlib.suppress(OSError, ValueError):  # none, or half of one
+        results = json.loads(out.read_text())
     return Outcome(state, round(seconds, 1), log.read_text(errors="replace")[-TAIL:], results)
 
 
@@ -200,16 +214,20 @@ def about(device: str) -> object:
         "import json; from scripts.bench_accelerator import Device; "
         f"print(json.dumps(Device({device!r}).about()))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode != 0:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+        return json.loads(done.stdout.strip().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return {"error": "no answer within 3 minutes"}
+    except (ValueError, IndexError):
         return {"error": done.stderr[-TAIL:]}
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -228,42 +246,44 @@ def main(argv: list[str] | None = None) -> int:
     names = [part.name for part in parts]
     if unknown := set(arguments.parts or ()) - set(names):
         parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(names)}")
-    known: dict[str, object] = json.loads(path.read_text()) if path.exists() else {}
-    found = known.get("parts")
-    done: dict[str, object] = dict(found) if isinstance(found, dict) else {}
-    sources = fingerprint()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a part must not outlive this
+    done: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     end = time.monotonic() + 60 * arguments.minutes
+    here = about(device)
+    sources = fingerprint(here)
+
+    def state(part: Part) -> str:
+        """What is known of it, with the sources and on the machine that there are now."""
+        before = done.get(part.name, {})
+        return str(before["state"]) if before.get("sources") == sources else "not run"
+
+    # What was never run before what failed or hung, so that one bad part does not starve the others.
+    # The build always: it does nothing where nothing has changed, and a fresh machine has none.
+    wanted = [part for part in parts if not arguments.parts or part.name in arguments.parts]
+    wanted.sort(key=lambda part: part.name != "build" and state(part) in ("failed", "out of time"))
     bad = False
-    for part in parts:
-        if arguments.parts and part.name not in arguments.parts:
-            continue
-        before = done.get(part.name)
-        passed = isinstance(before, dict) and (before["state"], before["sources"]) == (
-            "passed",
-            sources,
-        )
-        if passed and not arguments.again:
+    for part in wanted:
+        if state(part) == "passed" and part.name != "build" and not arguments.again:
             print(f"{part.name}: passed before", flush=True)
             continue
         left_s = end - time.monotonic()
-        if left_s < 5:
+        if left_s < part.limit_s / 4:
             print(f"{part.name}: no time left; run the same command again", flush=True)
             bad = True
             continue
         print(f"{part.name} ...", flush=True)
         outcome = run(part, device, arguments.dry_run, min(part.limit_s, left_s))
-        outcome.sources = sources
+        outcome.sources, outcome.about = sources, here
         done[part.name] = asdict(outcome)
+        whole = path.with_suffix(".part")
+        whole.write_text(json.dumps(done, indent=1) + "\n")
+        whole.replace(path)
         print(f"  {outcome.state}, {outcome.seconds:.0f} s", flush=True)
-        if outcome.state in ("failed", "out of time"):
+        if outcome.state not in ("passed", "skipped"):
             bad = True
             print(outcome.tail, flush=True)
             if part.name == "build":
                 break
-        path.write_text(json.dumps({"about": known.get("about"), "parts": done}, indent=1) + "\n")
-    if not known.get("about"):
-        known["about"] = about(device)
-    path.write_text(json.dumps({"about": known["about"], "parts": done}, indent=1) + "\n")
     print(f"written to {path}")
     return 1 if bad else 0
 

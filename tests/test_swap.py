@@ -24,12 +24,15 @@ from delta_runtime import cpu_pool
 from delta_runtime.act.links import PROFILES, flops_per_s, link_bytes_per_s
 from delta_runtime.config import Config
 from delta_runtime.core.model import Exit
+from delta_runtime.decide.known_steps import CALIBRATION_STEPS
 from delta_runtime.report.trace import TraceKind
 from tests.support.bitwise import Snapshot, assert_same_bits
 from tests.support.fixtures import one_thread  # noqa: F401
 from tests.support.swapping import (
     LAYER_BYTES,
     LAYERS,
+    Net,
+    batch,
     budget,
     expected_gradient,
     lanes,
@@ -234,6 +237,36 @@ def test_of_copies_back_that_begin_at_one_op_the_one_needed_first_goes_first(tmp
     first_uses = dict(zip(graph.saved.tolist(), graph.first_use.tolist(), strict=True))
     assert len(came_back) >= 5
     assert came_back == sorted(came_back, key=first_uses.__getitem__)
+    runtime.close()
+
+
+def test_only_whole_steps_that_followed_the_plan_are_measured(ordinary, monkeypatch):
+    """A forward alone has rebuilt nothing and waited for nothing: no plan is good because of that."""
+    runtime = delta.Runtime(
+        budget(ordinary, 0.6), device="cpu", policy="auto", link_bytes_per_s=1e9
+    )
+    measured = []
+    monkeypatch.setattr(runtime._known, "judge", lambda *seconds: measured.append(seconds) or False)
+    torch.manual_seed(0)
+    model = Net()
+
+    def step(backward: bool) -> None:
+        with runtime.step():
+            loss = model(batch(0))
+            if backward:
+                loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    for _ in range(CALIBRATION_STEPS):
+        step(True)
+    assert not measured
+    for _ in range(3):
+        step(False)
+    assert not measured
+    step(True)
+    assert len(measured) == 1
+    last = runtime.report().last
+    assert measured[0] == (last.rebuild_s, last.out_stall_s + last.in_stall_s)
     runtime.close()
 
 

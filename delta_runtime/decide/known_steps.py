@@ -23,7 +23,9 @@ CALIBRATION_STEPS = 3
 SEARCH_EFFORT = 4.0
 """How long the final plan of a graph is improved, in steps' worth of what it rebuilds."""
 MOST_TRIALS = 4
-"""Plans of one graph that are tried in turns where the step waits for lanes."""
+"""Plans of one graph that are tried, one after the other, where the step waits for lanes."""
+TRIAL_STEPS = 2
+"""Steps of each; the least counts, for the first one under a new plan has costs of its own."""
 MOST_GRAPHS = 16
 """Graphs that are remembered: alternating input shapes keep their plans."""
 
@@ -50,8 +52,17 @@ class _Known:
     runs: int = 1
     budget_bytes: int = 0  # that `foresight` was made for
     links: Links | None = None  # that it was made with
+    steps: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # of this plan: seconds, of waits
     trials: list[tuple[float, Foresight]] = field(default_factory=list)  # measured seconds, plan
     settled: bool = False  # on one of the trials
+
+    def settle(self) -> None:
+        """Stay with the best of what was measured; with the plan there is if nothing was."""
+        self.settled = True
+        if self.trials:
+            self.foresight = min(self.trials, key=lambda trial: trial[0])[1]
 
 
 class KnownSteps:
@@ -66,7 +77,7 @@ class KnownSteps:
         self._plans = plans
         self._drops = drops
         self._swaps = swaps
-        self._known: OrderedDict[int, _Known] = OrderedDict()
+        self._known: OrderedDict[tuple[int, tuple[str, ...]], _Known] = OrderedDict()
 
     @property
     def foresight(self) -> Foresight | None:
@@ -103,8 +114,13 @@ class KnownSteps:
         Returns:
             The record with the least seconds and the highest watermarks of all runs of this graph.
         """
-        known = self._known.pop(graph.fingerprint, None)
-        if known is not None and known.graph.op_name == graph.op_name:
+        # The same values may be saved by other ops: accumulating gradients adds some.
+        key = (graph.fingerprint, graph.op_name)
+        known = self._known.pop(key, None)
+        for other in self._known.values():  # whose seconds a step's are is no longer known
+            if not other.settled and other.runs >= CALIBRATION_STEPS:
+                other.settle()
+        if known is not None:
             graph = replace(
                 graph,
                 op_seconds=np.minimum(known.graph.op_seconds, graph.op_seconds),
@@ -116,14 +132,14 @@ class KnownSteps:
             known = replace(known, graph=graph, runs=known.runs + 1)
         else:
             known = _Known(graph)
-        self._known[graph.fingerprint] = known
+        self._known[key] = known
         while len(self._known) > MOST_GRAPHS:
             self._known.popitem(last=False)
         has_final_plan = known.runs > CALIBRATION_STEPS and known.budget_bytes == budget_bytes
         if self._plans and not has_final_plan:
             known.links = links if self._swaps else None
             known.budget_bytes = budget_bytes
-            known.trials, known.settled = [], False
+            known.steps, known.trials, known.settled = [], [], len(self._known) > 1
             known.foresight = self._plan(known)
         return graph
 
@@ -141,10 +157,11 @@ class KnownSteps:
 
         A plan reckons with the lanes' speed and with op times of its own; where the step has to wait
         for a lane all the same, one that asks less of the lanes is tried, at last one that asks
-        nothing, and the plan with the least measured seconds stays.
+        nothing, and the plan with the least measured seconds stays. A new plan takes as long to make
+        as the first one.
 
         Args:
-            rebuild_s: seconds of recomputing in a step that followed the plan.
+            rebuild_s: seconds of recomputing in a whole step that followed the plan.
             wait_s: seconds that it waited for lanes.
 
         Returns:
@@ -156,9 +173,14 @@ class KnownSteps:
         before = known.foresight
         if known.settled or before is None or known.runs < CALIBRATION_STEPS:
             return False
-        known.trials.append((rebuild_s + wait_s, before))
+        known.steps.append((rebuild_s + wait_s, wait_s))
+        if len(known.steps) < TRIAL_STEPS:
+            return False
+        least, known.steps = min(known.steps), []
+        known.trials.append((least[0], before))
         least_s = min(seconds for seconds, _ in known.trials)
-        waits = wait_s > _LEAST_WAIT * known.graph.seconds
+        swaps = known.links is not None and known.links.out_bytes_per_s > 0
+        waits = swaps and least[1] > _LEAST_WAIT * known.graph.seconds
         if waits and known.links is not None and len(known.trials) < MOST_TRIALS:
             known.links = replace(
                 known.links,
@@ -166,14 +188,13 @@ class KnownSteps:
                 in_bytes_per_s=known.links.in_bytes_per_s * _CAUTION,
             )
             known.foresight = self._plan(known)
-        elif waits and known.links is not None:
+        elif waits:
             known.links = None
             known.foresight = self._plan(known)
-            known.settled = known.foresight.predicted_seconds > least_s
+            if known.foresight.predicted_seconds > least_s:
+                known.settle()
         else:
-            known.settled = True
-        if known.settled:
-            known.foresight = min(known.trials, key=lambda trial: trial[0])[1]
+            known.settle()
         return known.foresight is not before
 
     def tables(self) -> list[PlanTable]:

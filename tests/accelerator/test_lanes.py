@@ -85,6 +85,7 @@ def train(
 
 def needs(device: torch.device, name: str) -> tuple[Snapshot, int, int]:
     """An ordinary run: its bits, what lived before, and its peak."""
+    train(device, name, steps=1)  # workspaces of libraries come once, and stay
     gc.collect()
     torch.accelerator.synchronize()
     base_bytes = torch.accelerator.memory_allocated(device)
@@ -93,6 +94,7 @@ def needs(device: torch.device, name: str) -> tuple[Snapshot, int, int]:
     return snapshot, base_bytes, torch.accelerator.max_memory_allocated(device)
 
 
+@pytest.mark.filterwarnings("ignore:.*the budget of .* was passed:RuntimeWarning")
 @pytest.mark.parametrize("slow", [False, True], ids=["fast copies", "slow copies"])
 @pytest.mark.parametrize("policy", ["recompute", "swap", "delta", "capuchin", "auto"])
 @pytest.mark.parametrize("name", MODELS)
@@ -101,8 +103,7 @@ def test_same_bits_inside_a_budget(device, controls, name, policy, slow):
     budget_bytes = base_bytes + int(0.7 * (peak_bytes - base_bytes))
     controls.slow_copies(200e6 if slow else 0)
     runtime = delta.Runtime(budget_bytes, device=str(device), policy=policy, host_budget="256MiB")
-    with contextlib.suppress(Warning):
-        assert_same_bits(train(device, name, runtime), snapshot, f"{name} {policy}")
+    assert_same_bits(train(device, name, runtime), snapshot, f"{name} {policy}")
     totals = runtime.report().totals
     assert totals.rebuilds + totals.swap_ins > 0
     if policy in ("recompute", "swap"):
@@ -276,6 +277,8 @@ def test_the_host_does_not_wait_for_slow_copies(device, controls):
 
 
 def test_host_memory_is_given_back(device, controls):
+    gc.collect()
+    before_bytes = torch.accelerator.memory_allocated(device)
     runtime = swapper(device)
     for _ in range(3):
         gradient(device, runtime)
@@ -288,7 +291,7 @@ def test_host_memory_is_given_back(device, controls):
     gc.collect()
     live_bytes = torch.accelerator.memory_allocated(device)
     runtime.close()
-    assert live_bytes <= 2 << 20
+    assert live_bytes <= before_bytes + (2 << 20)
     pinned = device.type == "cuda"
     assert ("pinned host memory" if pinned else "host memory") in str(runtime.report())
 
