@@ -81,7 +81,6 @@ enum class Sabotage : int {
   NoOrderOut = 8,    // memory is freed while a side stream may still read it
   NoOrderIn = 9,     // memory is used before a side stream has filled it
   NoOrderSide = 10,  // a side stream does not wait for what compute has queued
-  EarlyEnd = 11,     // a copy on a side stream counts as over while it runs
 };
 Sabotage sabotage();
 void set_sabotage(Sabotage which);

@@ -123,8 +123,7 @@ void StreamLane::poll() noexcept {
     return;
   }
   try {
-    while (!queue_.empty() &&
-           (sabotage() == Sabotage::EarlyEnd || queue_.front()->after->query())) {
+    while (!queue_.empty() && queue_.front()->after->query()) {
       Transfer& transfer = *queue_.front();
       transfer.begin_s = transfer.end_s = seconds_of(std::chrono::steady_clock::now());
       try {

@@ -4,12 +4,13 @@ A benchmark, on the virtual accelerator: the CPU pool is the device, RAM outside
 ratio of link bytes to compute of real cards (delta_runtime/act/links.py). The link "disk" is no link: the plain CPU
 device with a spill file in the directory for temporary files, as fast as it is. Trains M1, M2 and M3 of
 scripts/workloads.py at several shares of the activations under several policies, with the pool's capacity at the
-budget. All policies and links of one budget take turns, a step each, in a random order in each round, with an ordinary
-step after each round; a ratio is that of the least step of each kind, as timeit has it: what else
-happens on a machine makes steps slower, by several per cent, never faster. Who is slower than the fastest of the first
-two rounds by more than a quarter of a step is not timed again. Compute runs on one thread, so that a
-second core is left for the copies, as an accelerator has copy engines of its own: nothing else should run. Takes 10 to
-15 minutes for each model and share, one and a half to two hours for all; needs no GPU.
+budget. All policies and links of one budget take turns, in a random order in each round, with ordinary steps after each
+round; each timed step comes after another one of its kind that is not timed, for going from one kind to another moves
+memory, which no training run does at each step. A ratio is that of the least step of each kind, as timeit has it: what
+else happens on a machine makes steps slower, by several per cent, never faster. Who is slower than the fastest of the
+first two rounds by more than a quarter of a step is not timed again. Compute runs on one thread, so that a second core
+is left for the copies, as an accelerator has copy engines of its own: nothing else should run. Takes 10 to 20 minutes
+for each model and share, two to three hours for all; needs no GPU.
 
     python scripts/bench_swap.py [--models vit,gpt,resnet50] [--links pcie3,pcie4,pcie5,c2c,disk]
         [--shares 0.7,0.5,0.35] [--policies swap,recompute,delta,capuchin,auto] [--rounds 5]
@@ -221,9 +222,9 @@ class Bench:
             timed = [c for c in timed if not c.failure]
             if not timed:
                 break
-            random.Random(index).shuffle(timed)
-            self.managed(min(timed, key=lambda c: min(c.seconds, default=0.0)), budget_bytes)
+            random.Random(f"{self.name} {share} {index}").shuffle(timed)
             for contender in timed:
+                self.managed(contender, budget_bytes)
                 seconds = self.managed(contender, budget_bytes)
                 if not contender.failure:
                     contender.seconds.append(seconds)

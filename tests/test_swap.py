@@ -37,6 +37,7 @@ from tests.support.swapping import (
     expected_gradient,
     lanes,
     ordinary_run,
+    sines,
     swap_out_a_graph,
     train,
     walled,
@@ -212,13 +213,8 @@ def test_of_copies_back_that_begin_at_one_op_the_one_needed_first_goes_first(tmp
     monkeypatch.setattr(runtime._trace, "add_step", lambda each: rows.append(each.copy()))
 
     def step() -> torch.Tensor:
-        x = torch.linspace(0, 1, 1 << 18, requires_grad=True)
         with runtime.step():
-            y = x
-            for _ in range(6):
-                y = y.sin()
-            loss = y.sum()
-            del y
+            loss, x = sines()
             runtime._session.make_room(1 << 40)
             loss.backward()
         return x.grad

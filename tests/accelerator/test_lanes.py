@@ -213,11 +213,10 @@ WHERE_IT_SHOWS = {
     "NO_ORDER_OUT": "out",
     "NO_ORDER_IN": "in",
     "NO_ORDER_SIDE": "compute",
-    "EARLY_END": "in",
 }
 
 
-@pytest.mark.parametrize("where", ["out", "in", "compute"])
+@pytest.mark.parametrize("where", WHERE_IT_SHOWS.values())
 def test_a_stream_that_is_late(device, controls, where):
     expected = gradient(device, None)
     for _ in range(5):

@@ -26,7 +26,7 @@ SABOTAGES = (
     "NO_CLONE_ON_WRITE",
 )
 """Ways to break recording and replaying on purpose, numbered from 1 as in csrc/op_info.h."""
-STREAM_SABOTAGES = {"NO_ORDER_OUT": 8, "NO_ORDER_IN": 9, "NO_ORDER_SIDE": 10, "EARLY_END": 11}
+STREAM_SABOTAGES = {"NO_ORDER_OUT": 8, "NO_ORDER_IN": 9, "NO_ORDER_SIDE": 10}
 """Ways to break the order between the streams of an accelerator."""
 
 

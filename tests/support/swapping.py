@@ -95,24 +95,24 @@ def lanes() -> int:
     return names.count("delta-lane")
 
 
+def sines() -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of a chain of six, each of which autograd saves, and its leaf."""
+    x = y = torch.linspace(0, 1, 1 << 18, requires_grad=True)
+    for _ in range(6):
+        y = y.sin()
+    return y.sum(), x
+
+
 def swap_out_a_graph(runtime: delta.Runtime) -> tuple[torch.Tensor, torch.Tensor]:
     """A loss whose saved tensors are in host memory, and its leaf."""
-    x = torch.linspace(0, 1, 1 << 18, requires_grad=True)
     with runtime.step():
-        y = x
-        for _ in range(6):
-            y = y.sin()
-        loss = y.sum()
-        del y
+        loss, x = sines()
         runtime._session.make_room(1 << 40)
     assert runtime._session.counters()["swapped_now_bytes"] >= 5 << 20
     return loss, x
 
 
 def expected_gradient() -> torch.Tensor:
-    x = torch.linspace(0, 1, 1 << 18, requires_grad=True)
-    y = x
-    for _ in range(6):
-        y = y.sin()
-    y.sum().backward()
+    loss, x = sines()
+    loss.backward()
     return x.grad
