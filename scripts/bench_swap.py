@@ -4,27 +4,28 @@ A benchmark, on the virtual accelerator: the CPU pool is the device, RAM outside
 ratio of link bytes to compute of real cards (delta_runtime/act/links.py). The link "disk" is no link: the plain CPU
 device with a spill file in the directory for temporary files, as fast as it is. Trains M1, M2 and M3 of
 scripts/workloads.py at several shares of the activations under several policies, with the pool's capacity at the
-budget. All policies and links of one budget take turns, in a random order in each round, with ordinary steps after each
-round; each timed step comes after another one of its kind that is not timed, for going from one kind to another moves
-memory, which no training run does at each step. A ratio is that of the least step of each kind, as timeit has it: what
-else happens on a machine makes steps slower, by several per cent, never faster. Who is slower than the fastest of the
-first two rounds by more than a quarter of a step is not timed again. Compute runs on one thread, so that a second core
-is left for the copies, as an accelerator has copy engines of its own: nothing else should run. Takes 10 to 20 minutes
-for each model and share, two to three hours for all; needs no GPU.
+budget. All policies and links of one budget, and ordinary steps, take turns, in a random order in each round; the
+first step of a turn is not timed, for going from one kind to another moves memory, which no training run does at each
+step. A step's time is put together from the least time of each of its pieces (scripts/piecewise.py), for no step of
+seconds is undisturbed where others share the machine. Who is slower after two rounds than the fastest over the same
+link or none, by more than a quarter of a step, is not timed again. Compute runs on one thread, so that a second core is
+left for the copies, as an accelerator has copy engines of its own: nothing of yours should run beside it. With
+`--policies recompute,auto,swap@c2c` it takes 8 to 15 minutes for each model and share; needs no GPU.
 
     python scripts/bench_swap.py [--models vit,gpt,resnet50] [--links pcie3,pcie4,pcie5,c2c,disk]
-        [--shares 0.7,0.5,0.35] [--policies swap,recompute,delta,capuchin,auto] [--rounds 5]
-        [--json FILE] [--markdown FILE]
+        [--shares 0.7,0.5,0.35] [--policies swap,recompute,delta,capuchin,auto] [--rounds 4]
+        [--steps 3] [--json FILE] [--markdown FILE]
 
 A policy may be bound to one link, as in swap@c2c.
 
 Behind each ratio: seconds of recomputing + seconds of waiting for a lane, as the runtime counted them in that step.
 "floor" is what no way of swapping alone can go below: the larger of compute and the seconds that the bytes which have
 to be away take in one lane, over compute. What `auto` is, is said by the difference between its ratio and that of the
-better of swap and recompute: "worse" where it is more than 1 % of a step, "clearly better" where it saves a fifth of
-that one's extra time and more than 1 %. Beside it the difference in per cent, and the median of the differences within
-each round, with its quartiles. The last column is the same by the counted seconds (clearly: a fifth, and 0.2 % of a
-step). The exit status is by the ratios.
+better of swap and recompute, with the seconds that `auto` waited added once more, for pieces leave out what is now
+here and now there: "worse" where it is more than 1 % of a step, "clearly better" where it saves a fifth of that one's
+extra time and more than 1 %. Beside it the difference in per cent of a step, and in brackets the same from the first,
+third, ... and from the second, fourth, ... rounds alone: noise between rounds, not between plans. The last column is
+the same by the counted seconds (clearly: a fifth, and 0.2 % of a step). The exit status is by the ratios.
 
     python scripts/bench_swap.py --read FILE ...       # the table of runs that --json wrote; nothing is timed
 """
@@ -40,7 +41,6 @@ import random
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -75,6 +75,7 @@ from scripts.bench_recompute import (
     train_step,
     write_json,
 )
+from scripts.piecewise import Pieces, PieceTimer, quiet_seconds
 from scripts.workloads import TrainState
 
 DISK = "disk"
@@ -97,15 +98,17 @@ class Cell:
 
     Args:
         link: "" for `recompute`, which has none.
-        ratio: step time over that of the ordinary steps around its round, median; None where it ran out of memory.
+        ratio: timed steps of a round over the ordinary ones of that round, median; None where it ran out of memory.
         floor: the least ratio of any way of swapping alone.
         recompute_s, stall_s: seconds of a timed step, median.
         swapped_bytes, dropped_bytes: of a timed step, median.
         peak_bytes: the highest of all steps.
         host_waste: share of the host memory taken that no block was in at the most.
         rounding_waste: the same if each block were rounded up to a power of two, as torch's pinned allocator does.
-        seconds: of the timed steps, by round.
-        ordinaries: seconds of the ordinary steps before, between and after the rounds.
+        seconds: of the timed steps, in order.
+        ordinaries: the same of ordinary steps.
+        quiet_s: the sum of the least pieces of the timed steps: of all rounds, the first, third, ..., and the others.
+        quiet_ordinary_s: the same of the ordinary steps of these rounds.
     """
 
     model: str
@@ -126,6 +129,8 @@ class Cell:
     failure: str
     seconds: Sequence[float] = ()
     ordinaries: Sequence[float] = ()
+    quiet_s: Sequence[float] = ()
+    quiet_ordinary_s: Sequence[float] = ()
 
     @property
     def extra(self) -> float | None:
@@ -133,9 +138,11 @@ class Cell:
         return None if self.ratio is None else (self.recompute_s + self.stall_s) / self.ordinary_s
 
     @property
-    def least_ratio(self) -> float:
-        """The least step over the least ordinary one; inf where it ran out of memory."""
-        if self.seconds and self.ordinaries:
+    def quiet_ratio(self) -> float:
+        """Step time over an ordinary one's, without what disturbed either; inf where it ran out of memory."""
+        if self.quiet_s:
+            return self.quiet_s[0] / self.quiet_ordinary_s[0]
+        if self.seconds and self.ordinaries:  # of a run that did not cut steps into pieces
             return min(self.seconds) / min(self.ordinaries)
         return self.ratio.median if self.ratio else float("inf")
 
@@ -143,7 +150,7 @@ class Cell:
         """Extra time in per cent of a step as counted, and the measured ratio."""
         if self.ratio is None or self.extra is None:
             return "failed"
-        return f"{self.extra * 100:.1f} ({self.least_ratio:.3f})"
+        return f"{self.extra * 100:.1f} ({self.quiet_ratio:.3f})"
 
 
 @functools.cache
@@ -161,81 +168,110 @@ class Contender:
     link: str
     policy: str
     runtime: delta.Runtime
-    seconds: list[float] = field(default_factory=list)
+    turns: list[list[Pieces]] = field(default_factory=list)  # one a round
     lasts: list[StepTotals] = field(default_factory=list)
     peak_bytes: int = 0
     failure: str = ""
 
 
+def quiet_by_rounds(turns: Sequence[Sequence[Pieces]]) -> tuple[float, ...]:
+    """Seconds of a step by all rounds, by every second from the first on, and by the others."""
+    choices = (turns, turns[::2], turns[1::2])
+    return tuple(quiet_seconds([*itertools.chain(*chosen)]) for chosen in choices if chosen)
+
+
+def whole(turns: Sequence[Sequence[Pieces]]) -> list[float]:
+    """Seconds of the steps of some turns."""
+    return [float(pieces.sum()) for turn in turns for pieces in turn]
+
+
 class Bench:
     """All cells of one workload."""
 
-    def __init__(self, name: str, rounds: int) -> None:
+    def __init__(self, name: str, rounds: int, steps_per_turn: int) -> None:
         self.name = name
         self.rounds = rounds
+        self.steps_per_turn = steps_per_turn
         self.index = 3
         self.state: TrainState = BENCH_WORKLOADS[name].build(SEED)
+        self.timer = PieceTimer(self.state.model)
         self.measured: Measured = measure(self.state)
 
-    def ordinary(self) -> float:
-        """Seconds of an ordinary step that comes after another one."""
-        seconds = 0.0
-        for _ in range(2):
-            self.index += 1
-            batch = self.state.batch(self.index)
-            gc.collect()
-            begin = time.perf_counter()
-            train_step(self.state, batch)
-            seconds = time.perf_counter() - begin
-        return seconds
+    def ordinary(self) -> Pieces:
+        """An ordinary step."""
+        self.index += 1
+        batch = self.state.batch(self.index)
+        gc.collect()
+        self.timer.begin()
+        train_step(self.state, batch)
+        return self.timer.end()
 
-    def managed(self, contender: Contender, budget_bytes: int) -> float:
-        """Seconds of a step inside the budget; nan where it ran out of memory, now or before."""
+    def managed(self, contender: Contender, budget_bytes: int) -> Pieces:
+        """A step inside the budget; empty where it ran out of memory, now or before."""
+        pieces = np.zeros(0)
         if contender.failure:
-            return float("nan")
+            return pieces
         self.index += 1
         batch = self.state.batch(self.index)
         gc.collect()
         cpu_pool.set_capacity(budget_bytes)
         cpu_pool.reset_peak()
-        begin = time.perf_counter()
+        self.timer.begin()
         try:
             train_step(self.state, batch, contender.runtime)
-            seconds = time.perf_counter() - begin
+            pieces = self.timer.end()
         except (torch.OutOfMemoryError, delta.DeltaError) as error:
-            contender.failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            seconds = float("nan")
+            contender.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         finally:
             cpu_pool.set_capacity(None)
         if contender.failure:
             self.state.optimizer.zero_grad(set_to_none=True)
         contender.peak_bytes = max(contender.peak_bytes, contender.runtime.report().last.peak_bytes)
-        return seconds
+        return pieces
 
     def cells(self, share: float, places: Sequence[tuple[str, str]]) -> list[Cell]:
         """Calibrates one runtime for each link and policy, times them in turns, and closes them."""
         budget_bytes = self.measured.budget_bytes(share)
         contenders = [self.start(link, policy, budget_bytes) for link, policy in places]
-        ordinaries = [self.ordinary()]
-        timed = list(contenders)
+        ordinaries: list[list[Pieces]] = []
+        timed = [c for c in contenders if not c.failure]
         for index in range(self.rounds):
+            turns: list[Contender | None] = [None, *timed]
+            random.Random(f"{self.name} {share} {index}").shuffle(turns)
+            for contender in turns:
+                if contender is not None:
+                    self.take_turn(contender, budget_bytes)
+                    continue
+                self.ordinary()
+                ordinaries.append([self.ordinary() for _ in range(self.steps_per_turn)])
             timed = [c for c in timed if not c.failure]
+            if index == 1:
+                timed = self.without_slow(timed, SLOW * quiet_by_rounds(ordinaries)[0])
             if not timed:
                 break
-            random.Random(f"{self.name} {share} {index}").shuffle(timed)
-            for contender in timed:
-                self.managed(contender, budget_bytes)
-                seconds = self.managed(contender, budget_bytes)
-                if not contender.failure:
-                    contender.seconds.append(seconds)
-                    contender.lasts.append(contender.runtime.report().last)
-            ordinaries.append(self.ordinary())
-            if index != 1:
-                continue
-            fastest = min((min(c.seconds) for c in timed if c.seconds), default=0.0)
-            limit = fastest + SLOW * min(ordinaries)
-            timed = [c for c in timed if c.seconds and min(c.seconds) <= limit]
         return [self.close(c, share, budget_bytes, ordinaries) for c in contenders]
+
+    def take_turn(self, contender: Contender, budget_bytes: int) -> None:
+        """Times some steps of one contender, and nothing of them if one fails."""
+        self.managed(contender, budget_bytes)
+        turn = []
+        for _ in range(self.steps_per_turn):
+            turn.append(self.managed(contender, budget_bytes))
+            if contender.failure:
+                return
+            contender.lasts.append(contender.runtime.report().last)
+        contender.turns.append(turn)
+
+    @staticmethod
+    def without_slow(timed: list[Contender], margin_s: float) -> list[Contender]:
+        """Those that are not slower by more than a margin than the fastest over their link or none."""
+        quiet_s = {id(c): quiet_by_rounds(c.turns)[0] for c in timed}
+        return [
+            c
+            for c in timed
+            if quiet_s[id(c)]
+            <= margin_s + min(quiet_s[id(other)] for other in timed if other.link in ("", c.link))
+        ]
 
     def start(self, link: str, policy: str, budget_bytes: int) -> Contender:
         """Makes a runtime and lets it see as many steps as it needs for its last plan."""
@@ -256,12 +292,19 @@ class Bench:
         return contender
 
     def close(
-        self, contender: Contender, share: float, budget_bytes: int, ordinaries: list[float]
+        self,
+        contender: Contender,
+        share: float,
+        budget_bytes: int,
+        ordinaries: list[list[Pieces]],
     ) -> Cell:
         """What one contender has shown."""
         runtime, lasts = contender.runtime, contender.lasts
-        around = [(a + b) / 2 for a, b in itertools.pairwise(ordinaries)]
-        ratios = [s / o for s, o in zip(contender.seconds, around, strict=False)]
+        turns = [] if contender.failure else contender.turns
+        ratios = [
+            sum(whole([turn])) / sum(whole([ordinary]))
+            for turn, ordinary in zip(turns, ordinaries, strict=False)
+        ]
         host = runtime._session.tiers()[0] if runtime.tiers else None
         foresight = runtime._known.foresight
         swapped = foresight.exits == Exit.SWAP if foresight else np.zeros(0, bool)
@@ -269,7 +312,7 @@ class Bench:
         rounded = 2 ** np.ceil(np.log2(np.maximum(blocks, 1)))
         runtime.close()
         gc.collect()
-        ordinary_s = statistics.median(ordinaries)
+        ordinary_s = statistics.median(whole(ordinaries))
         away_bytes = (1 - share) * self.measured.activation_bytes
         lane_s = away_bytes / bytes_per_s(contender.link) if contender.link else 0.0
 
@@ -295,12 +338,14 @@ class Bench:
             else 0.0,
             rounding_waste=1 - float(blocks.sum()) / float(rounded.sum()) if len(blocks) else 0.0,
             failure=contender.failure,
-            seconds=contender.seconds,
-            ordinaries=ordinaries,
+            seconds=whole(turns),
+            ordinaries=whole(ordinaries),
+            quiet_s=quiet_by_rounds(turns),
+            quiet_ordinary_s=quiet_by_rounds(ordinaries[: len(turns)]),
         )
         console.print(
             f"  {self.name} {cell.link or '-':6} {share:4.0%} {cell.policy:10} "
-            f"{cell.ratio.text() if cell.ratio else cell.failure}  "
+            f"{cell.quiet_ratio:.3f}, {cell.ratio.text() if cell.ratio else cell.failure}  "
             f"(recompute {format_seconds(cell.recompute_s)}, "
             f"swapped {format_bytes(cell.swapped_bytes)}, waited {format_seconds(cell.stall_s)}; "
             f"peak / budget {cell.peak_bytes / budget_bytes:.3f}, host memory wasted {cell.host_waste:.1%}, "
@@ -328,20 +373,25 @@ def verdict(difference: float, best: float, least: float) -> str:
 
 
 def judged(found: dict[str, Cell | None]) -> tuple[str, str]:
-    """What `auto` is at one place by the ratios, with the difference in per cent, and by the count."""
+    """What `auto` is at one place by the ratios, with the difference and its halves in per cent, and by the count."""
     auto = found["auto"]
     rivals = [c for c in (found["swap"], found["recompute"]) if c is not None and c.ratio]
     if auto is None or not rivals:
         return "", ""
     if not auto.ratio:
         return "worse: failed", "worse: failed"
-    best = min(rivals, key=lambda c: c.least_ratio)
-    difference = auto.least_ratio - best.least_ratio
-    by_ratio = f"{verdict(difference, best.least_ratio - 1, NOISE)} {difference * 100:+.1f}"
-    if len(auto.seconds) == len(best.seconds) > 1:
-        pairs = zip(auto.seconds, best.seconds, strict=True)
-        each = Spread.of([(a - b) / auto.ordinary_s * 100 for a, b in pairs])
-        by_ratio += f" ({each.median:+.1f} [{each.q1:+.1f}, {each.q3:+.1f}])"
+    best = min(rivals, key=lambda c: c.quiet_ratio)
+    waits = auto.stall_s / auto.ordinary_s if auto.quiet_s else 0.0
+    difference = auto.quiet_ratio + waits - best.quiet_ratio
+    by_ratio = f"{verdict(difference, best.quiet_ratio - 1, NOISE)} {difference * 100:+.1f}"
+    if len(auto.quiet_s) == len(best.quiet_s) == 3 and len(auto.seconds) == len(best.seconds):
+        first, second = (
+            auto.quiet_s[i] / auto.quiet_ordinary_s[i]
+            + waits
+            - best.quiet_s[i] / best.quiet_ordinary_s[i]
+            for i in (1, 2)
+        )
+        by_ratio += f" ({first * 100:+.1f}, {second * 100:+.1f})"
     auto_s, best_s = auto.extra or 0.0, min(c.extra or 0.0 for c in rivals)
     return by_ratio, verdict(auto_s - best_s, best_s, LEAST)
 
@@ -407,7 +457,8 @@ def main(argv: list[str] | None = None) -> int:
         "--shares", type=lambda text: [float(w) for w in _words(text)], default=list(SHARES)
     )
     parser.add_argument("--policies", type=_words, default=["recompute", *SWAPPING])
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each cell")
+    parser.add_argument("--rounds", type=int, default=4, help="turns of each policy")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a turn")
     parser.add_argument("--threads", type=int, default=1, help="of compute")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
@@ -429,6 +480,8 @@ def main(argv: list[str] | None = None) -> int:
         policy, _, link = name.partition("@")
         if policy not in ("recompute", *SWAPPING) or link not in ("", *LINKS, DISK):
             parser.error(f"--policies: {name!r} is none of recompute, {', '.join(SWAPPING)}")
+    if arguments.rounds < 1 or arguments.steps < 1:
+        parser.error("--rounds and --steps: at least 1")
     torch.set_num_threads(arguments.threads)
     cpu_pool.install()
     console.print(f"compute: {flops_per_s() / 1e9:.1f} GFLOP/s; links in one direction: " + ", ".join(
@@ -436,7 +489,7 @@ def main(argv: list[str] | None = None) -> int:
     ))  # fmt: skip
     cells: list[Cell] = []
     for name in arguments.models:
-        bench = Bench(name, arguments.rounds)
+        bench = Bench(name, arguments.rounds, arguments.steps)
         m = bench.measured
         console.print(
             f"[bold]{BENCH_WORKLOADS[name].title}[/]: ordinary peak {format_bytes(m.peak_bytes)}, "

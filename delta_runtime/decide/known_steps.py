@@ -52,9 +52,7 @@ class _Known:
     runs: int = 1
     budget_bytes: int = 0  # that `foresight` was made for
     links: Links | None = None  # that it was made with
-    steps: list[tuple[float, float]] = field(
-        default_factory=list
-    )  # of this plan: seconds, of waits
+    steps: list[tuple[float, float]] = field(default_factory=list)  # of this plan: seconds, waits
     trials: list[tuple[float, Foresight]] = field(default_factory=list)  # measured seconds, plan
     settled: bool = False  # on one of the trials
 
