@@ -136,12 +136,17 @@ def test_blocks_may_die_on_another_thread() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_allocates_and_ends() -> None:
-    """While another thread allocates all the time: the child must not inherit a held lock."""
+    """While another thread allocates all the time: the child must not inherit a held lock.
+
+    Each op has been called once before: a fork in the middle of an op's first call, while torch looks it up under a
+    guard, leaves the child waiting for that guard, in about one of a thousand programs and without any pool.
+    """
     program = """
 import os, threading, torch
 from delta_runtime import cpu_pool
 torch.set_num_threads(1)
 cpu_pool.install()
+torch.empty(1 << 20)
 stop = threading.Event()
 def work():
     while not stop.is_set():
