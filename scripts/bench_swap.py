@@ -28,6 +28,8 @@ third, ... and from the second, fourth, ... rounds alone: noise between rounds, 
 the same by the counted seconds (clearly: a fifth, and 0.2 % of a step). The exit status is by the ratios.
 
     python scripts/bench_swap.py --read FILE ...       # the table of runs that --json wrote; nothing is timed
+
+Where several of these runs timed a cell, its figures are the means, and in brackets stand the differences of each run.
 """
 
 from __future__ import annotations
@@ -109,6 +111,7 @@ class Cell:
         ordinaries: the same of ordinary steps.
         quiet_s: the sum of the least pieces of the timed steps: of all rounds, the first, third, ..., and the others.
         quiet_ordinary_s: the same of the ordinary steps of these rounds.
+        run: which of the files that were read it is from.
     """
 
     model: str
@@ -131,6 +134,7 @@ class Cell:
     ordinaries: Sequence[float] = ()
     quiet_s: Sequence[float] = ()
     quiet_ordinary_s: Sequence[float] = ()
+    run: int = 0
 
     @property
     def extra(self) -> float | None:
@@ -146,11 +150,63 @@ class Cell:
             return min(self.seconds) / min(self.ordinaries)
         return self.ratio.median if self.ratio else float("inf")
 
+    def ratios(self) -> list[float]:
+        """The quiet ratio, the seconds that were waited added once more: of all rounds, and of either half."""
+        if not self.quiet_s:
+            return [self.quiet_ratio]
+        waits = self.stall_s / self.ordinary_s
+        return [s / o + waits for s, o in zip(self.quiet_s, self.quiet_ordinary_s, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """One policy at one place.
+
+    Args:
+        cells: of one run or of several; not empty.
+    """
+
+    cells: Sequence[Cell]
+
+    @classmethod
+    def of(cls, cells: Sequence[Cell]) -> Findings:
+        """The findings of the runs that cut steps into pieces; the last one where none did."""
+        return cls([c for c in cells if c.quiet_s] or cells[-1:])
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ran out of memory in any run."""
+        return any(c.ratio is None for c in self.cells)
+
+    @property
+    def ratio(self) -> float:
+        """Step time over an ordinary one's."""
+        return statistics.mean(c.quiet_ratio for c in self.cells)
+
+    @property
+    def extra(self) -> float:
+        """Seconds of recomputing and waiting, over an ordinary step."""
+        return statistics.mean(c.extra or 0.0 for c in self.cells)
+
     def text(self) -> str:
         """Extra time in per cent of a step as counted, and the measured ratio."""
-        if self.ratio is None or self.extra is None:
-            return "failed"
-        return f"{self.extra * 100:.1f} ({self.quiet_ratio:.3f})"
+        return "failed" if self.failed else f"{self.extra * 100:.1f} ({self.ratio:.3f})"
+
+    def over(self, best: Findings) -> list[float]:
+        """How much slower it is than another, in ordinary steps: on the whole, then of each run or half of one."""
+        by_run = {c.run: c for c in best.cells}
+        pairs = [(c, by_run[c.run]) for c in self.cells if c.run in by_run]
+        if not pairs:
+            return [self.ratio - best.ratio]
+        waited = [(mine.ratios(), his.quiet_ratio) for mine, his in pairs]
+        differences = [mine[0] - his for mine, his in waited]
+        if len(pairs) > 1:
+            return [statistics.mean(differences), *differences]
+        mine, his = pairs[0]
+        if len(mine.quiet_s) != 3 or len(mine.seconds) != len(his.seconds):
+            return differences
+        halves = zip(mine.ratios()[1:], his.quiet_s[1:], his.quiet_ordinary_s[1:], strict=True)
+        return [*differences, *(m - s / o for m, s, o in halves)]
 
 
 @functools.cache
@@ -372,28 +428,21 @@ def verdict(difference: float, best: float, least: float) -> str:
     return "clearly better" if -difference > max(CLEARLY * best, least) else "as good"
 
 
-def judged(found: dict[str, Cell | None]) -> tuple[str, str]:
-    """What `auto` is at one place by the ratios, with the difference and its halves in per cent, and by the count."""
+def judged(found: dict[str, Findings | None]) -> tuple[str, str]:
+    """What `auto` is at one place by the ratios, with the differences in per cent, and by the count."""
     auto = found["auto"]
-    rivals = [c for c in (found["swap"], found["recompute"]) if c is not None and c.ratio]
+    rivals = [f for f in (found["swap"], found["recompute"]) if f is not None and not f.failed]
     if auto is None or not rivals:
         return "", ""
-    if not auto.ratio:
+    if auto.failed:
         return "worse: failed", "worse: failed"
-    best = min(rivals, key=lambda c: c.quiet_ratio)
-    waits = auto.stall_s / auto.ordinary_s if auto.quiet_s else 0.0
-    difference = auto.quiet_ratio + waits - best.quiet_ratio
-    by_ratio = f"{verdict(difference, best.quiet_ratio - 1, NOISE)} {difference * 100:+.1f}"
-    if len(auto.quiet_s) == len(best.quiet_s) == 3 and len(auto.seconds) == len(best.seconds):
-        first, second = (
-            auto.quiet_s[i] / auto.quiet_ordinary_s[i]
-            + waits
-            - best.quiet_s[i] / best.quiet_ordinary_s[i]
-            for i in (1, 2)
-        )
-        by_ratio += f" ({first * 100:+.1f}, {second * 100:+.1f})"
-    auto_s, best_s = auto.extra or 0.0, min(c.extra or 0.0 for c in rivals)
-    return by_ratio, verdict(auto_s - best_s, best_s, LEAST)
+    best = min(rivals, key=lambda f: f.ratio)
+    difference, *each = auto.over(best)
+    by_ratio = f"{verdict(difference, best.ratio - 1, NOISE)} {difference * 100:+.1f}"
+    if each:
+        by_ratio += f" ({', '.join(f'{one * 100:+.1f}' for one in each)})"
+    best_extra = min(f.extra for f in rivals)
+    return by_ratio, verdict(auto.extra - best_extra, best_extra, LEAST)
 
 
 def show(cells: list[Cell]) -> bool:
@@ -419,23 +468,30 @@ def show(cells: list[Cell]) -> bool:
 def read(paths: list[Path]) -> list[Cell]:
     """The cells of earlier runs."""
     cells = []
-    for path in paths:
+    for run, path in enumerate(paths):
         for each in json.loads(path.read_text())["cells"]:
             spread = each["ratio"]
-            cells.append(Cell(**each | {"ratio": Spread(**spread) if spread else None}))
+            changed = {"ratio": Spread(**spread) if spread else None, "run": run}
+            cells.append(Cell(**each | changed))
     return cells
 
 
 def rows(cells: list[Cell]) -> list[tuple[str, ...]]:
     """One row for each model, link and share."""
     told = []
-    by_place = {(c.model, c.link, c.share, c.policy): c for c in cells}
+    by_place: dict[tuple[str, str, float, str], list[Cell]] = {}
+    for c in cells:
+        by_place.setdefault((c.model, c.link, c.share, c.policy), []).append(c)
     for model, link, share in dict.fromkeys((c.model, c.link, c.share) for c in cells if c.link):
-        found = {p: by_place.get((model, link, share, p)) for p in SWAPPING}
-        found["recompute"] = by_place.get((model, "", share, "recompute"))
-        floor = next(c.floor for c in found.values() if c is not None and c.link)
+        places = {p: (model, link, share, p) for p in SWAPPING}
+        places["recompute"] = (model, "", share, "recompute")
+        found = {
+            p: Findings.of(by_place[place]) if place in by_place else None
+            for p, place in places.items()
+        }
+        floor = next(f.cells[0].floor for f in found.values() if f and f.cells[0].link)
         texts = [
-            "-" if found[p] is None else found[p].text()
+            each.text() if (each := found[p]) else "-"
             for p in ("swap", "recompute", "delta", "capuchin", "auto")
         ]
         told.append((model, link, f"{share:.0%}", f"{floor:.2f}", *texts, *judged(found)))

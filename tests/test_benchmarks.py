@@ -24,7 +24,7 @@ import delta_runtime as delta
 from delta_runtime import cpu_pool
 from scripts import bench_swap
 from scripts.bench_recompute import Spread
-from scripts.bench_swap import Bench, Cell, Contender, judged, quiet_by_rounds
+from scripts.bench_swap import Bench, Cell, Contender, Findings, judged, quiet_by_rounds
 from scripts.piecewise import PieceTimer, quiet_seconds
 from tests.support.fixtures import one_thread  # noqa: F401
 
@@ -122,6 +122,11 @@ def cell(policy: str, step_s: float, **changed: object) -> Cell:
     return dataclasses.replace(made, **changed)
 
 
+def findings(*cells: Cell) -> dict[str, Findings | None]:
+    by_policy = {p: [c for c in cells if c.policy == p] for p in ("auto", "recompute", "swap")}
+    return {p: Findings.of(some) if some else None for p, some in by_policy.items()}
+
+
 @pytest.mark.parametrize(
     ("auto", "wait_s", "by_ratio", "by_count"),
     [
@@ -133,22 +138,35 @@ def cell(policy: str, step_s: float, **changed: object) -> Cell:
     ],
 )
 def test_verdicts(auto: float, wait_s: float, by_ratio: str, by_count: str) -> None:
-    found: dict[str, Cell | None] = {
-        "auto": cell("auto", auto, stall_s=wait_s),
-        "recompute": cell("recompute", 1.04),
-        "swap": cell("swap", 1.2),
-    }
+    found = findings(cell("auto", auto, stall_s=wait_s), cell("recompute", 1.04), cell("swap", 1.2))
     assert judged(found) == (by_ratio, by_count)
+
+
+def test_several_runs_are_averaged() -> None:
+    runs = [(1.06, 1.04, 1.2), (1.02, 1.05, 1.2), (1.00, 1.03, 1.2)]
+    found = findings(
+        *(
+            cell(policy, step_s, run=run)
+            for run, each in enumerate(runs)
+            for policy, step_s in zip(("auto", "recompute", "swap"), each, strict=True)
+        ),
+        cell("auto", 3.0, quiet_s=(), run=3),  # whole steps only: of no use beside the others
+    )
+    assert judged(found)[0] == "clearly better -1.3 (+2.0, -3.0, -3.0)"
+    assert found["auto"] is not None
+    assert found["auto"].text() == "2.7 (1.027)"
+    apart = findings(cell("auto", 1.02, run=0), cell("recompute", 1.05, run=1))
+    assert judged(apart)[0] == "clearly better -3.0"
 
 
 def test_verdicts_without_a_rival_or_after_a_failure() -> None:
     failed = cell("auto", 1.0, ratio=None, seconds=(), quiet_s=(), failure="OutOfMemoryError: x")
     recompute = cell("recompute", 1.04)
-    assert judged({"auto": failed, "recompute": recompute, "swap": None}) == ("worse: failed",) * 2
-    assert judged({"auto": cell("auto", 1.0), "recompute": None, "swap": None}) == ("", "")
+    assert judged(findings(failed, recompute)) == ("worse: failed",) * 2
+    assert judged(findings(cell("auto", 1.0))) == ("", "")
     # A rival that was given up after fewer rounds has no halves to compare with.
     cut = cell("recompute", 1.6, seconds=(1.6,) * 2)
-    verdicts = judged({"auto": cell("auto", 1.0), "recompute": cut, "swap": None})
+    verdicts = judged(findings(cell("auto", 1.0), cut))
     assert verdicts == ("clearly better -60.0", "clearly better")
 
 
@@ -203,7 +221,7 @@ def test_nobody_can_train() -> None:
     cells = Stub({("", "recompute"): 0.0, ("c2c", "auto"): 0.0}).cells(
         0.5, [("", "recompute"), ("c2c", "auto")]
     )
-    assert [c.text() for c in cells] == ["failed", "failed"]
+    assert [Findings.of([c]).text() for c in cells] == ["failed", "failed"]
 
 
 def test_rounds() -> None:
