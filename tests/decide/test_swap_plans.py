@@ -27,6 +27,15 @@ def swapped(plan: Foresight) -> list[int]:
     return np.flatnonzero(plan.exits == Exit.SWAP).tolist()
 
 
+@st.composite
+def any_chain(draw):
+    """A chain of 6 to 14 ops of different sizes and seconds."""
+    sizes = draw(st.lists(st.integers(1, 16), min_size=6, max_size=14), label="MiB")
+    each = st.floats(1e-3, 5e-2)
+    seconds = draw(st.lists(each, min_size=len(sizes), max_size=len(sizes)), label="seconds")
+    return chain([size * MIB for size in sizes], seconds)
+
+
 def test_with_fast_lanes_nothing_is_recomputed():
     graph = chain([8 * MIB] * 12, [1e-2] * 12)
     budget_bytes = int(0.5 * graph.peak_bytes)
@@ -48,16 +57,11 @@ def test_with_hopeless_lanes_the_plan_is_the_one_without():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    sizes=st.lists(st.integers(1, 16), min_size=6, max_size=14),
+    graph=any_chain(),
     speed=st.floats(10, 5000),
     share=st.floats(0.5, 0.95),
-    data=st.data(),
 )
-def test_lanes_never_make_a_plan_worse(sizes, speed, share, data):
-    seconds = data.draw(
-        st.lists(st.floats(1e-3, 5e-2), min_size=len(sizes), max_size=len(sizes)), label="seconds"
-    )
-    graph = chain([size * MIB for size in sizes], seconds)
+def test_lanes_never_make_a_plan_worse(graph, speed, share):
     budget_bytes = int(share * graph.peak_bytes)
     without = foresee(graph, budget_bytes)
     plan = foresee(graph, budget_bytes, links=lane_speed(speed))
@@ -69,16 +73,11 @@ def test_lanes_never_make_a_plan_worse(sizes, speed, share, data):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    sizes=st.lists(st.integers(1, 16), min_size=6, max_size=14),
+    graph=any_chain(),
     speed=st.floats(500, 50000),
     share=st.floats(0.4, 0.95),
-    data=st.data(),
 )
-def test_where_swapping_alone_is_free_nothing_is_recomputed(sizes, speed, share, data):
-    seconds = data.draw(
-        st.lists(st.floats(1e-3, 5e-2), min_size=len(sizes), max_size=len(sizes)), label="seconds"
-    )
-    graph = chain([size * MIB for size in sizes], seconds)
+def test_where_swapping_alone_is_free_nothing_is_recomputed(graph, speed, share):
     budget_bytes = int(share * graph.peak_bytes)
     alone = foresee(graph, budget_bytes, drops=False, links=lane_speed(speed))
     plan = foresee(graph, budget_bytes, links=lane_speed(speed))
