@@ -167,7 +167,9 @@ void Session::resolve(Ticket& ticket, Page* page) {
     counters_.packed_bytes += page->bytes;
     auto& producer = *page->current->producer;
     page->weight = default_weight(*page);
-    attach_plan(*page);
+    if (attach_plan(*page)) {
+      ++counters_.plan_hits;
+    }
     emit(EventKind::Packed, page, page->bytes, producer.seconds, page->current->key, 1);
     for (auto& ref : producer.inputs) {
       if (ref.value->home != nullptr && ref.value->home->tickets > 0 && ref.value->home != page) {
@@ -277,10 +279,10 @@ void Session::release(Ticket& ticket) {
   }
 }
 
-void Session::attach_plan(Page& page) {
+bool Session::attach_plan(Page& page) {
   const int64_t key = page.current->key;
   if (plans_.empty() || key < 0) {
-    return;
+    return false;
   }
   const auto fits = [&](const PlanTable& plan) {
     return key < static_cast<int64_t>(plan.fingerprint.size()) &&
@@ -297,9 +299,8 @@ void Session::attach_plan(Page& page) {
   }
   if (plan_ == nullptr) {
     ++counters_.plan_misses;
-    return;
+    return false;
   }
-  ++counters_.plan_hits;
   const auto row = static_cast<size_t>(key);
   page.weight = (page.rebuilt ? plan_->rebuilt_weight : plan_->weight)[row];
   page.planned = plan_->exit[row] != kStays;
@@ -308,6 +309,7 @@ void Session::attach_plan(Page& page) {
   }
   const int64_t at = plan_->prefetch_at[row];
   page.prefetch_at = at < 0 ? -1 : at + step_begin_tick_;
+  return true;
 }
 
 // How a page leaves while no policy has said so: the way that takes less time.

@@ -407,7 +407,7 @@ struct Session : c10::intrusive_ptr_target {
   void sweep();  // forgets pages whose storage is gone
   void add_candidate(Page& page);
   void remove_candidate(Page& page);
-  void attach_plan(Page& page);
+  bool attach_plan(Page& page);  // whether a plan knows it
   double default_weight(const Page& page) const;
   Exit default_exit(const Page& page) const;
   int64_t next_use_of(Page& page, int64_t now) const;  // ticks; -1: unknown

@@ -447,7 +447,7 @@ class Runtime:
             and last is not None
             and graph is not None
             and not last.plan_misses
-            and last.plan_hits == len(graph.saved)
+            and last.plan_hits >= len(graph.saved)
             and last.unpacks >= len(graph.uses)
         )
 

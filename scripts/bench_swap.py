@@ -62,7 +62,7 @@ from delta_runtime.act.links import PROFILES, flops_per_s, link_bytes_per_s
 from delta_runtime.act.spill import measure_disk
 from delta_runtime.core.model import Exit
 from delta_runtime.core.units import format_bytes, format_seconds
-from delta_runtime.decide.known_steps import CALIBRATION_STEPS, MOST_TRIALS, TRIAL_STEPS
+from delta_runtime.decide.known_steps import STEPS_TO_SETTLE
 from delta_runtime.decide.policies import POLICIES
 from delta_runtime.report.step_report import StepTotals
 from scripts.bench_recompute import (
@@ -341,7 +341,7 @@ class Bench:
             below = {"link_bytes_per_s": bytes_per_s(link)}
         runtime = delta.Runtime(budget_bytes, device="cpu", policy=policy, **below)
         contender = Contender(link, policy, runtime)
-        for index in range(CALIBRATION_STEPS + TRIAL_STEPS * (MOST_TRIALS + 1) + 1):
+        for index in range(STEPS_TO_SETTLE):
             self.managed(contender, budget_bytes)
             if index >= 1 and (runtime._known.settled or not POLICIES[policy].plans):
                 break

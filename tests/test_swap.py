@@ -8,6 +8,7 @@ Covers small networks on the CPU pool. Does not cover: plans (decide/test_swap_p
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -24,7 +25,7 @@ from delta_runtime import cpu_pool
 from delta_runtime.act.links import PROFILES, flops_per_s, link_bytes_per_s
 from delta_runtime.config import Config
 from delta_runtime.core.model import Exit
-from delta_runtime.decide.known_steps import CALIBRATION_STEPS
+from delta_runtime.decide.known_steps import CALIBRATION_STEPS, STEPS_TO_SETTLE, TRIAL_STEPS
 from delta_runtime.report.trace import TraceKind
 from tests.support.bitwise import Snapshot, assert_same_bits
 from tests.support.fixtures import one_thread  # noqa: F401
@@ -236,10 +237,13 @@ def test_of_copies_back_that_begin_at_one_op_the_one_needed_first_goes_first(tmp
     runtime.close()
 
 
-def test_only_whole_steps_that_followed_the_plan_are_measured(ordinary, monkeypatch):
+@pytest.mark.parametrize(
+    "link", [1e9, 1e5], ids=["a plan that swaps", "a plan that only recomputes"]
+)
+def test_only_whole_steps_that_followed_the_plan_are_measured(ordinary, monkeypatch, link):
     """A forward alone has rebuilt nothing and waited for nothing: no plan is good because of that."""
     runtime = delta.Runtime(
-        budget(ordinary, 0.6), device="cpu", policy="auto", link_bytes_per_s=1e9
+        budget(ordinary, 0.6), device="cpu", policy="auto", link_bytes_per_s=link
     )
     measured = []
     monkeypatch.setattr(runtime._known, "judge", lambda *seconds: measured.append(seconds) or False)
@@ -263,6 +267,37 @@ def test_only_whole_steps_that_followed_the_plan_are_measured(ordinary, monkeypa
     assert len(measured) == 1
     last = runtime.report().last
     assert measured[0] == (last.rebuild_s, last.out_stall_s + last.in_stall_s)
+    assert last.swap_ins > 0 if link == 1e9 else last.rebuilds > 0
+    runtime.close()
+
+
+def test_a_step_calibrated_on_a_slow_machine_is_planned_again(ordinary, monkeypatch):
+    """The plan reckons with time for the lanes that later steps do not have, and waits in each of them."""
+    runtime = delta.Runtime(
+        budget(ordinary, 0.6), device="cpu", policy="auto", link_bytes_per_s=2e8
+    )
+    learn, runs = runtime._known.learn, []
+
+    def learn_from_slow_ops(graph, *rest):
+        runs.append(graph.seconds)
+        slow = 100.0 if len(runs) <= CALIBRATION_STEPS else 1.0
+        return learn(dataclasses.replace(graph, op_seconds=graph.op_seconds * slow), *rest)
+
+    monkeypatch.setattr(runtime._known, "learn", learn_from_slow_ops)
+    torch.manual_seed(0)
+    model = Net()
+    costs = []
+    for _ in range(STEPS_TO_SETTLE):
+        with runtime.step():
+            model(batch(0)).backward()
+        model.zero_grad(set_to_none=True)
+        last = runtime.report().last
+        costs.append(last.rebuild_s + last.out_stall_s + last.in_stall_s)
+    assert len(runs) == CALIBRATION_STEPS + 1
+    assert runtime.graph().seconds < 10 * min(runs)
+    assert runtime._known.settled
+    waited = costs[CALIBRATION_STEPS : CALIBRATION_STEPS + TRIAL_STEPS]
+    assert costs[-1] < min(waited), costs
     runtime.close()
 
 

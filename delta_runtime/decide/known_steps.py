@@ -26,6 +26,13 @@ MOST_TRIALS = 4
 """Plans of one graph that are tried, one after the other, where the step waits for lanes."""
 TRIAL_STEPS = 2
 """Steps of each; the least counts, for the first one under a new plan has costs of its own."""
+STEPS_TO_SETTLE = CALIBRATION_STEPS + TRIAL_STEPS + 1 + (MOST_TRIALS + 1) * TRIAL_STEPS
+"""The most that it takes to stay with one of them, where every step is the same and follows its plan."""
+WATCH_STEPS = 5
+"""Steps in a row that a plan has to be slower, for waits, than when it was tried, to be made again.
+
+The first time; twice as many each time after.
+"""
 MOST_GRAPHS = 16
 """Graphs that are remembered: alternating input shapes keep their plans."""
 
@@ -55,12 +62,20 @@ class _Known:
     steps: list[tuple[float, float]] = field(default_factory=list)  # of this plan: seconds, waits
     trials: list[tuple[float, Foresight]] = field(default_factory=list)  # measured seconds, plan
     settled: bool = False  # on one of the trials
+    settled_s: float = float("inf")  # that it took then
+    recorded_again: bool = False  # because a plan of it waited
+    watch_steps: int = WATCH_STEPS
 
     def settle(self) -> None:
         """Stay with the best of what was measured; with the plan there is if nothing was."""
         self.settled = True
         if self.trials:
-            self.foresight = min(self.trials, key=lambda trial: trial[0])[1]
+            self.settled_s, self.foresight = min(self.trials, key=lambda trial: trial[0])
+
+    def record_again(self) -> None:
+        """Have the next step logged, and a plan made from the least seconds there are then."""
+        self.recorded_again = True
+        self.runs = CALIBRATION_STEPS - 1
 
 
 class KnownSteps:
@@ -116,7 +131,7 @@ class KnownSteps:
         key = (graph.fingerprint, graph.op_name)
         known = self._known.pop(key, None)
         for other in self._known.values():  # whose seconds a step's are is no longer known
-            if not other.settled and other.runs >= CALIBRATION_STEPS:
+            if not other.settled and (other.trials or other.runs >= CALIBRATION_STEPS):
                 other.settle()
         if known is not None:
             graph = replace(
@@ -138,6 +153,7 @@ class KnownSteps:
             known.links = links if self._swaps else None
             known.budget_bytes = budget_bytes
             known.steps, known.trials, known.settled = [], [], len(self._known) > 1
+            known.settled_s = float("inf")
             known.foresight = self._plan(known)
         return graph
 
@@ -153,10 +169,12 @@ class KnownSteps:
     def judge(self, rebuild_s: float, wait_s: float) -> bool:
         """Take in what the final plan of the only known graph has cost, and try another where that pays.
 
-        A plan reckons with the lanes' speed and with op times of its own; where the step has to wait
-        for a lane all the same, one that asks less of the lanes is tried, at last one that asks
-        nothing, and the plan with the least measured seconds stays. A new plan takes as long to make
-        as the first one.
+        A plan reckons with the lanes' speed and with op times of its own. Where the step has to wait
+        for a lane all the same, it is recorded once more first: on a machine that was slow while it was
+        calibrated, the lanes seemed to have more time than they have. Then plans that ask less of the
+        lanes are tried, at last one that asks nothing, and the one with the least measured seconds
+        stays. It is watched from then on: if it waits longer than when it was tried, step after step,
+        all that begins again. A new plan takes as long to make as the first one.
 
         Args:
             rebuild_s: seconds of recomputing in a whole step that followed the plan.
@@ -169,16 +187,24 @@ class KnownSteps:
             return False
         known = next(iter(self._known.values()))
         before = known.foresight
-        if known.settled or before is None or known.runs < CALIBRATION_STEPS:
+        if before is None or known.runs < CALIBRATION_STEPS:
             return False
         known.steps.append((rebuild_s + wait_s, wait_s))
-        if len(known.steps) < TRIAL_STEPS:
+        if len(known.steps) < (known.watch_steps if known.settled else TRIAL_STEPS):
             return False
-        least, known.steps = min(known.steps), []
-        known.trials.append((least[0], before))
-        least_s = min(seconds for seconds, _ in known.trials)
+        (least_s, waited_s), known.steps = min(known.steps), []
+        margin_s = _LEAST_WAIT * known.graph.seconds
+        if known.settled:
+            if waited_s > margin_s and least_s > known.settled_s + margin_s:
+                known.watch_steps *= 2
+                known.record_again()
+            return False
         swaps = known.links is not None and known.links.out_bytes_per_s > 0
-        waits = swaps and least[1] > _LEAST_WAIT * known.graph.seconds
+        waits = swaps and waited_s > margin_s
+        if waits and not known.recorded_again:
+            known.record_again()
+            return False
+        known.trials.append((least_s, before))
         if waits and known.links is not None and len(known.trials) < MOST_TRIALS:
             known.links = replace(
                 known.links,
@@ -189,7 +215,7 @@ class KnownSteps:
         elif waits:
             known.links = None
             known.foresight = self._plan(known)
-            if known.foresight.predicted_seconds > least_s:
+            if known.foresight.predicted_seconds > min(seconds for seconds, _ in known.trials):
                 known.settle()
         else:
             known.settle()

@@ -7,9 +7,17 @@ import dataclasses
 import numpy as np
 import pytest
 
+from delta_runtime.core.graph import StepGraph
 from delta_runtime.core.model import Exit
 from delta_runtime.decide.director import Links
-from delta_runtime.decide.known_steps import CALIBRATION_STEPS, MOST_TRIALS, TRIAL_STEPS, KnownSteps
+from delta_runtime.decide.known_steps import (
+    CALIBRATION_STEPS,
+    MOST_TRIALS,
+    STEPS_TO_SETTLE,
+    TRIAL_STEPS,
+    WATCH_STEPS,
+    KnownSteps,
+)
 from tests.support.step_graphs import chain
 
 MIB = 1024**2
@@ -18,11 +26,31 @@ LINKS = Links(out_bytes_per_s=4000 * MIB, in_bytes_per_s=4000 * MIB)
 LONG_S = 0.1 * GRAPH.seconds
 
 
-def calibrated(**what: bool) -> KnownSteps:
+def slower(graph: StepGraph, by: float) -> StepGraph:
+    """The same step on a machine that was busy otherwise."""
+    return dataclasses.replace(graph, op_seconds=graph.op_seconds * by)
+
+
+def learn(known: KnownSteps, graph: StepGraph = GRAPH, share: float = 0.5) -> None:
+    known.learn(graph, int(share * GRAPH.peak_bytes), LINKS)
+
+
+def calibrated(graph: StepGraph = GRAPH, **what: bool) -> KnownSteps:
     known = KnownSteps(**{"plans": True, "drops": True, "swaps": True} | what)
     for _ in range(CALIBRATION_STEPS):
         assert not known.judge(0.0, LONG_S)  # not the final plan yet
-        known.learn(GRAPH, int(0.5 * GRAPH.peak_bytes), LINKS)
+        learn(known, graph)
+    return known
+
+
+def recorded_again(graph: StepGraph = GRAPH) -> KnownSteps:
+    """A graph whose plan waited, and that was recorded once more for that."""
+    known = calibrated(graph)
+    assert not judge(known, 0.01, LONG_S)
+    assert known.wants_log(missed=False) and not known.settled
+    assert not known.judge(0.0, LONG_S)
+    learn(known)
+    assert not known.wants_log(missed=False) and not known.settled
     return known
 
 
@@ -45,11 +73,11 @@ def test_a_plan_that_waits_for_nothing_stays():
     assert not judge(known, 0.01, 0.0)
     assert known.settled and known.foresight is plan
     assert not judge(known, 0.01, LONG_S), "once settled, a slow step changes nothing"
-    assert known.foresight is plan
+    assert known.foresight is plan and not known.wants_log(missed=False)
 
 
 def test_a_plan_that_waits_gives_way_to_one_that_asks_less_of_the_lanes():
-    known = calibrated()
+    known = recorded_again()
     first_bytes = swapped_bytes(known)
     assert judge(known, 0.01, LONG_S)
     assert 0 < swapped_bytes(known) <= first_bytes
@@ -59,7 +87,7 @@ def test_a_plan_that_waits_gives_way_to_one_that_asks_less_of_the_lanes():
 
 
 def test_the_least_measured_seconds_win():
-    known = calibrated()
+    known = recorded_again()
     first = known.foresight
     assert judge(known, 0.01, 0.01)
     assert judge(known, 0.03, 0.0)  # no wait, and yet dearer than the first
@@ -67,7 +95,7 @@ def test_the_least_measured_seconds_win():
 
 
 def test_at_last_a_plan_without_lanes_is_tried():
-    known = calibrated()
+    known = recorded_again()
     plans = []
     for _ in range(MOST_TRIALS):
         plans.append(known.foresight)
@@ -80,7 +108,7 @@ def test_at_last_a_plan_without_lanes_is_tried():
 
 
 def test_a_plan_without_lanes_that_cannot_be_better_is_not_tried():
-    known = calibrated()
+    known = recorded_again()
     plans = []
     waits = [0.004, 0.003, 0.002, 0.0015]
     assert len(waits) == MOST_TRIALS and waits[-1] > 0.002 * GRAPH.seconds
@@ -88,6 +116,77 @@ def test_a_plan_without_lanes_that_cannot_be_better_is_not_tried():
         plans.append(known.foresight)
         judge(known, 0.0, wait_s)
     assert known.settled and known.foresight is plans[-1]
+
+
+def test_a_step_that_was_calibrated_while_the_machine_was_slow_is_recorded_once_more():
+    """Its ops seemed to leave the lanes more time than they do."""
+    slow = calibrated(slower(GRAPH, 20.0))
+    known = recorded_again(slower(GRAPH, 20.0))
+    assert known.foresight is not None and slow.foresight is not None
+    right = calibrated()
+    assert swapped_bytes(slow) > swapped_bytes(right)
+    assert np.array_equal(known.foresight.exits, right.foresight.exits)
+    assert np.array_equal(known.foresight.prefetch_at, right.foresight.prefetch_at)
+
+
+def test_a_plan_that_comes_to_wait_step_after_step_is_made_again():
+    known = calibrated(slower(GRAPH, 20.0))
+    assert not judge(known, 0.01, 0.0)
+    plan = known.foresight
+    assert known.settled
+    wait_steps = WATCH_STEPS
+    for _ in range(3):
+        for index in range(wait_steps):
+            assert not known.wants_log(missed=False), index
+            assert not known.judge(0.01, LONG_S) and known.foresight is plan
+        assert known.wants_log(missed=False) and not known.settled
+        learn(known)
+        assert known.foresight is not plan
+        assert not judge(known, 0.01, 0.0)
+        assert known.settled
+        plan = known.foresight
+        wait_steps *= 2
+
+
+@pytest.mark.parametrize(
+    "good", [(0.01, 0.0), (0.01 + LONG_S, 0.0)], ids=["one step of five", "without waits"]
+)
+def test_a_plan_in_place_stays_where_waits_are_not_what_is_slow(good):
+    known = calibrated()
+    assert not judge(known, 0.01, 0.0)
+    plan = known.foresight
+    for _ in range(4):
+        for _ in range(WATCH_STEPS - 1):
+            assert not known.judge(*(good if good[0] > 0.01 else (0.01, LONG_S)))
+        assert not known.judge(*good)
+    assert known.settled and known.foresight is plan and not known.wants_log(missed=False)
+
+
+def test_a_plan_that_waits_no_longer_than_when_it_was_chosen_stays():
+    known = recorded_again()
+    waits = [0.02, 0.01, 0.03, 0.04]
+    assert len(waits) == MOST_TRIALS
+    plans = []
+    for wait_s in waits:
+        plans.append(known.foresight)
+        assert judge(known, 0.01, wait_s)
+    if not known.settled:
+        judge(known, 0.5, 0.0)  # the plan without lanes
+    assert known.settled and known.foresight is plans[1]
+    for _ in range(3 * WATCH_STEPS):
+        assert not known.judge(0.01, 0.01)
+    assert not known.wants_log(missed=False) and known.foresight is plans[1]
+
+
+def test_trials_end_within_the_steps_that_are_said():
+    known = KnownSteps(plans=True, drops=True, swaps=True)
+    for _ in range(STEPS_TO_SETTLE):
+        assert not known.settled
+        if known.wants_log(missed=False):
+            learn(known)
+        else:
+            known.judge(0.0, 100.0)
+    assert known.settled
 
 
 @pytest.mark.parametrize("what", [{"plans": False}, {"drops": False}, {"swaps": False}], ids=str)
@@ -101,19 +200,19 @@ def test_without_a_choice_there_is_nothing_to_judge(what):
 
 def test_a_second_graph_ends_the_trials_with_the_best_of_them():
     """Nobody knows any more whose seconds a step's were."""
-    known = calibrated()
+    known = recorded_again()
     first = known.foresight
     assert judge(known, 0.0, 0.01)
     assert judge(known, 0.0, 0.05)
     assert known.foresight is not first
     other = chain([4 * MIB] * 8, [1e-2] * 8)
-    known.learn(other, int(0.5 * GRAPH.peak_bytes), LINKS)
+    learn(known, other)
     assert np.array_equal(known.tables()[1].exits, first.exits)
     before = [table.exits.tolist() for table in known.tables()]
     assert not judge(known, 0.0, LONG_S)
     assert [table.exits.tolist() for table in known.tables()] == before
     for _ in range(CALIBRATION_STEPS - 1):
-        known.learn(other, int(0.5 * GRAPH.peak_bytes), LINKS)
+        learn(known, other)
     assert known.settled
 
 
@@ -124,7 +223,7 @@ def test_the_same_values_saved_by_other_ops_are_another_graph():
     for _ in range(CALIBRATION_STEPS):
         assert known.wants_log(missed=False)
         for graph in (GRAPH, accumulating):
-            known.learn(graph, int(0.5 * GRAPH.peak_bytes), LINKS)
+            learn(known, graph)
     assert not known.wants_log(missed=False) and known.settled
 
 
@@ -132,6 +231,6 @@ def test_another_budget_begins_anew():
     known = calibrated()
     assert not judge(known, 0.01, 0.0)
     assert known.settled
-    known.learn(GRAPH, int(0.6 * GRAPH.peak_bytes), LINKS)
+    learn(known, share=0.6)
     assert not known.settled
     assert np.isfinite(known.foresight.predicted_seconds)
