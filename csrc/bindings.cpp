@@ -130,6 +130,7 @@ py::dict counters_of(const Session& s) {
   d["ops"] = c.ops;
   d["packs"] = c.packs;
   d["unpacks"] = c.unpacks;
+  d["managed_unpacks"] = c.managed_unpacks;
   d["packed_bytes"] = c.packed_bytes;
   d["drops"] = c.drops;
   d["dropped_bytes"] = c.dropped_bytes;

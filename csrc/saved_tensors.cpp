@@ -207,6 +207,7 @@ at::Tensor Session::unpack(Ticket& ticket) {
     note_stream(page);
     frontier_ = page.packed_at;
     ++counters_.unpacks;
+    ++counters_.managed_unpacks;
     emit(EventKind::Used, &page, page.bytes, 0, page.current->key);
   }
   if (audit_now) {

@@ -139,6 +139,7 @@ struct Counters {
   int64_t ops = 0;
   int64_t packs = 0;
   int64_t unpacks = 0;
+  int64_t managed_unpacks = 0;
   int64_t packed_bytes = 0;  // of managed pages
   int64_t drops = 0;
   int64_t dropped_bytes = 0;

@@ -432,9 +432,17 @@ class Runtime:
         graph = read_step_graph(self._session, np.concatenate(self._step_events))
         if graph is None or len(graph.saved) == 0:
             return
+        if self._is_forward_alone(graph):
+            return
         self._graph = self._known.learn(graph, self.budget_bytes, self._links())
         if self.policy.plans or self._distance is Distance.NEXT_USE:
             self._session.set_plans(self._known.tables())
+
+    def _is_forward_alone(self, graph: StepGraph) -> bool:
+        """Whether the last step was the first half of one that is known: of no use as a graph of its own."""
+        assert self._last is not None
+        known = self._graph is not None and len(self._graph.uses) > 0
+        return known and len(graph.uses) == 0 and not self._last.plan_misses
 
     def _followed_plan(self) -> bool:
         """Whether the last step was the recorded one, backward included, and its seconds were seen.
@@ -448,7 +456,7 @@ class Runtime:
             and graph is not None
             and not last.plan_misses
             and last.plan_hits >= len(graph.saved)
-            and last.unpacks >= len(graph.uses)
+            and last.managed_unpacks >= len(graph.uses)
         )
 
     def _warn_if_over(self, peak_bytes: int) -> None:

@@ -224,7 +224,7 @@ class Contender:
     link: str
     policy: str
     runtime: delta.Runtime
-    turns: list[list[Pieces]] = field(default_factory=list)  # one a round
+    turns: dict[int, list[Pieces]] = field(default_factory=dict)  # by round
     lasts: list[StepTotals] = field(default_factory=list)
     peak_bytes: int = 0
     failure: str = ""
@@ -296,7 +296,7 @@ class Bench:
             random.Random(f"{self.name} {share} {index}").shuffle(turns)
             for contender in turns:
                 if contender is not None:
-                    self.take_turn(contender, budget_bytes)
+                    self.take_turn(contender, index, budget_bytes)
                     continue
                 self.ordinary()
                 ordinaries.append([self.ordinary() for _ in range(self.steps_per_turn)])
@@ -307,27 +307,34 @@ class Bench:
                 break
         return [self.close(c, share, budget_bytes, ordinaries) for c in contenders]
 
-    def take_turn(self, contender: Contender, budget_bytes: int) -> None:
-        """Times some steps of one contender, and nothing of them if one fails."""
+    def take_turn(self, contender: Contender, index: int, budget_bytes: int) -> None:
+        """Times some steps of one contender: nothing of them if one fails, nothing before if its plan changes."""
+        known = contender.runtime._known
+        plan = known.foresight
         self.managed(contender, budget_bytes)
-        turn = []
+        turn, lasts = [], []
         for _ in range(self.steps_per_turn):
             turn.append(self.managed(contender, budget_bytes))
             if contender.failure:
                 return
-            contender.lasts.append(contender.runtime.report().last)
-        contender.turns.append(turn)
+            lasts.append(contender.runtime.report().last)
+        if POLICIES[contender.policy].plans and (known.foresight is not plan or not known.settled):
+            contender.turns, contender.lasts = {}, []
+            self.settle(contender, budget_bytes)
+            return
+        contender.turns[index] = turn
+        contender.lasts += lasts
 
     @staticmethod
     def without_slow(timed: list[Contender], margin_s: float) -> list[Contender]:
         """Those that are not slower by more than a margin than the fastest over their link or none."""
-        quiet_s = {id(c): quiet_by_rounds(c.turns)[0] for c in timed}
-        return [
-            c
-            for c in timed
-            if quiet_s[id(c)]
-            <= margin_s + min(quiet_s[id(other)] for other in timed if other.link in ("", c.link))
-        ]
+        quiet_s = {id(c): quiet_by_rounds([*c.turns.values()])[0] for c in timed if c.turns}
+
+        def fast(c: Contender) -> bool:
+            rivals = [o for o in timed if o.turns and o.link in ("", c.link)]
+            return not c.turns or quiet_s[id(c)] <= margin_s + min(quiet_s[id(o)] for o in rivals)
+
+        return [c for c in timed if fast(c)]
 
     def start(self, link: str, policy: str, budget_bytes: int) -> Contender:
         """Makes a runtime and lets it see as many steps as it needs for its last plan."""
@@ -341,11 +348,16 @@ class Bench:
             below = {"link_bytes_per_s": bytes_per_s(link)}
         runtime = delta.Runtime(budget_bytes, device="cpu", policy=policy, **below)
         contender = Contender(link, policy, runtime)
+        self.settle(contender, budget_bytes)
+        return contender
+
+    def settle(self, contender: Contender, budget_bytes: int) -> None:
+        """Runs steps until a plan stays, but no more than that takes at the most."""
         for index in range(STEPS_TO_SETTLE):
             self.managed(contender, budget_bytes)
-            if index >= 1 and (runtime._known.settled or not POLICIES[policy].plans):
+            plans = POLICIES[contender.policy].plans
+            if index >= 1 and (contender.runtime._known.settled or not plans):
                 break
-        return contender
 
     def close(
         self,
@@ -356,10 +368,13 @@ class Bench:
     ) -> Cell:
         """What one contender has shown."""
         runtime, lasts = contender.runtime, contender.lasts
-        turns = [] if contender.failure else contender.turns
+        if not contender.turns and not contender.failure:
+            contender.failure = "no plan stayed for a turn"
+        turns = [] if contender.failure else [*contender.turns.values()]
+        beside = [ordinaries[index] for index in contender.turns]
         ratios = [
             sum(whole([turn])) / sum(whole([ordinary]))
-            for turn, ordinary in zip(turns, ordinaries, strict=False)
+            for turn, ordinary in zip(turns, beside, strict=False)
         ]
         host = runtime._session.tiers()[0] if runtime.tiers else None
         foresight = runtime._known.foresight
@@ -397,7 +412,7 @@ class Bench:
             seconds=whole(turns),
             ordinaries=whole(ordinaries),
             quiet_s=quiet_by_rounds(turns),
-            quiet_ordinary_s=quiet_by_rounds(ordinaries[: len(turns)]),
+            quiet_ordinary_s=quiet_by_rounds(beside if turns else []),
         )
         console.print(
             f"  {self.name} {cell.link or '-':6} {share:4.0%} {cell.policy:10} "

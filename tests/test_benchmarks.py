@@ -12,6 +12,7 @@ import gc
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -171,19 +172,22 @@ def test_verdicts_without_a_rival_or_after_a_failure() -> None:
 
 
 class Stub(Bench):
-    """Takes steps of given lengths."""
+    """Takes steps of given lengths; the plan over pcie5 changes in the middle of its second turn."""
 
     def __init__(self, seconds: dict[tuple[str, str], float]) -> None:
         self.name, self.rounds, self.steps_per_turn = "stub", 4, 2
-        self.seconds = seconds
+        self.seconds, self.ordinaries = seconds, 0
         self.measured = type("Measured", (), {"budget_bytes": lambda _, share: 1 << 34})()
         self.measured.activation_bytes = 1
 
     def ordinary(self) -> np.ndarray:
-        return np.array([0.5, 0.5])
+        self.ordinaries += 1
+        third_round = 2 * 3 < self.ordinaries <= 3 * 3  # each round has one that is not timed
+        return np.array([0.5, 0.49 if third_round else 0.5])
 
     def start(self, link: str, policy: str, budget_bytes: int) -> Contender:
         runtime = delta.Runtime(1 << 34, device="cpu", policy="recompute")
+        runtime._known = SimpleNamespace(settled=True, foresight=None, steps=0)
         seconds = self.seconds[link, policy]
         return Contender(link, policy, runtime, failure="" if seconds else "OutOfMemoryError: x")
 
@@ -191,6 +195,12 @@ class Stub(Bench):
         seconds = self.seconds[contender.link, contender.policy]
         if len(contender.turns) == 3 and contender.policy == "delta":
             contender.failure = "OutOfMemoryError: y"
+        known = contender.runtime._known
+        known.steps += 1
+        if contender.link == "pcie5":
+            known.settled = known.steps != 5
+            if known.steps == 6:
+                known.foresight = SimpleNamespace(exits=np.zeros(0))
         return np.array([0.5, seconds - 0.5])
 
 
@@ -207,13 +217,20 @@ def test_turns() -> None:
         ("pcie3", "swap"): 2.0,
         ("c2c", "auto"): 1.0,
         ("c2c", "delta"): 1.0,
+        ("pcie5", "auto"): 1.2,
     }
     cells = {(c.link, c.policy): c for c in Stub(seconds).cells(0.5, list(seconds))}
     steps = {place: len(c.seconds) for place, c in cells.items()}
-    assert steps == dict.fromkeys(seconds, 8) | {("pcie3", "swap"): 4, ("c2c", "delta"): 0}
+    assert steps == dict.fromkeys(seconds, 8) | {
+        ("pcie3", "swap"): 4,
+        ("c2c", "delta"): 0,
+        ("pcie5", "auto"): 4,  # of the plan that stayed
+    }
     assert cells["c2c", "delta"].failure
     assert cells["pcie3", "swap"].quiet_ratio == 2.0
     assert cells["c2c", "auto"].quiet_s == pytest.approx((1.0, 1.0, 1.0))
+    # Ordinary steps of the same rounds stand beside it: the third's and the fourth's.
+    assert cells["pcie5", "auto"].quiet_ordinary_s == pytest.approx((0.99, 0.99, 1.0))
 
 
 @pytest.mark.usefixtures("_no_link")

@@ -286,18 +286,50 @@ def test_a_step_calibrated_on_a_slow_machine_is_planned_again(ordinary, monkeypa
     monkeypatch.setattr(runtime._known, "learn", learn_from_slow_ops)
     torch.manual_seed(0)
     model = Net()
-    costs = []
-    for _ in range(STEPS_TO_SETTLE):
+
+    def cost_s() -> float:
         with runtime.step():
             model(batch(0)).backward()
         model.zero_grad(set_to_none=True)
         last = runtime.report().last
-        costs.append(last.rebuild_s + last.out_stall_s + last.in_stall_s)
-    assert len(runs) == CALIBRATION_STEPS + 1
-    assert runtime.graph().seconds < 10 * min(runs)
-    assert runtime._known.settled
-    waited = costs[CALIBRATION_STEPS : CALIBRATION_STEPS + TRIAL_STEPS]
-    assert costs[-1] < min(waited), costs
+        return last.rebuild_s + last.out_stall_s + last.in_stall_s
+
+    costs = [cost_s() for _ in range(CALIBRATION_STEPS + TRIAL_STEPS)]
+    while not runtime._known.settled:
+        costs.append(cost_s())
+        assert len(costs) < 2 * STEPS_TO_SETTLE
+    assert len(runs) == CALIBRATION_STEPS + 1, costs
+    waited_s = min(costs[CALIBRATION_STEPS : CALIBRATION_STEPS + TRIAL_STEPS])
+    assert min(cost_s() for _ in range(3)) < 0.5 * waited_s, costs
+    runtime.close()
+
+
+def test_a_forward_alone_is_not_the_record_that_was_asked_for(ordinary):
+    """Asked to record the step once more, the runtime waits for a whole one."""
+    runtime = delta.Runtime(
+        budget(ordinary, 0.6), device="cpu", policy="auto", link_bytes_per_s=1e9
+    )
+    torch.manual_seed(0)
+    model = Net()
+
+    def step(backward: bool) -> None:
+        with runtime.step():
+            loss = model(batch(0))
+            if backward:
+                loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    for _ in range(CALIBRATION_STEPS):
+        step(True)
+    known, before = runtime._known, runtime.graph()
+    next(iter(known._known.values())).record_again()
+    for _ in range(2):
+        step(False)
+        assert known.wants_log(missed=False)
+    step(True)
+    assert not known.wants_log(missed=False)
+    assert len(known.tables()) == 1
+    assert len(runtime.graph().uses) == len(before.uses) > 0
     runtime.close()
 
 

@@ -22,21 +22,22 @@ CALIBRATION_STEPS = 3
 """Steps of one graph whose op times are taken (the least of them counts) before its plan is final."""
 SEARCH_EFFORT = 4.0
 """How long the final plan of a graph is improved, in steps' worth of what it rebuilds."""
-MOST_TRIALS = 4
-"""Plans of one graph that are tried, one after the other, where the step waits for lanes."""
+MOST_TRIALS = 5
+"""Plans of one graph that are tried, one after the other, where the step waits for lanes.
+
+One more may follow that leaves the lanes alone.
+"""
 TRIAL_STEPS = 2
 """Steps of each; the least counts, for the first one under a new plan has costs of its own."""
-STEPS_TO_SETTLE = CALIBRATION_STEPS + TRIAL_STEPS + 1 + (MOST_TRIALS + 1) * TRIAL_STEPS
+STEPS_TO_SETTLE = CALIBRATION_STEPS + 1 + (MOST_TRIALS + 1) * TRIAL_STEPS
 """The most that it takes to stay with one of them, where every step is the same and follows its plan."""
 WATCH_STEPS = 5
-"""Steps in a row that a plan has to be slower, for waits, than when it was tried, to be made again.
-
-The first time; twice as many each time after.
-"""
+"""A plan in place is looked at after so many steps; twice as many each time that it had to be made again."""
 MOST_GRAPHS = 16
 """Graphs that are remembered: alternating input shapes keep their plans."""
 
 _LEAST_WAIT = 0.002  # share of a step; who waits less has a plan that is good enough
+_LONGER_WAIT = 0.01  # the same; a plan in place that comes to wait for so much longer is made again
 _CAUTION = 0.8  # of the speed that the last plan gave the lanes, in the next one that is tried
 
 
@@ -52,6 +53,15 @@ class PlanTable(NamedTuple):
     prefetch_at: Ints
 
 
+@dataclass(order=True)
+class _Trial:
+    """A plan, and what a step took that followed it."""
+
+    seconds: float  # of rebuilding and of waiting
+    wait_s: float
+    foresight: Foresight = field(compare=False)
+
+
 @dataclass
 class _Known:
     graph: StepGraph
@@ -60,9 +70,9 @@ class _Known:
     budget_bytes: int = 0  # that `foresight` was made for
     links: Links | None = None  # that it was made with
     steps: list[tuple[float, float]] = field(default_factory=list)  # of this plan: seconds, waits
-    trials: list[tuple[float, Foresight]] = field(default_factory=list)  # measured seconds, plan
+    trials: list[_Trial] = field(default_factory=list)
     settled: bool = False  # on one of the trials
-    settled_s: float = float("inf")  # that it took then
+    settled_wait_s: float = float("inf")  # the least that was seen of it
     recorded_again: bool = False  # because a plan of it waited
     watch_steps: int = WATCH_STEPS
 
@@ -70,10 +80,13 @@ class _Known:
         """Stay with the best of what was measured; with the plan there is if nothing was."""
         self.settled = True
         if self.trials:
-            self.settled_s, self.foresight = min(self.trials, key=lambda trial: trial[0])
+            best = min(self.trials)
+            self.foresight, self.settled_wait_s = best.foresight, best.wait_s
+            self.runs = max(self.runs, CALIBRATION_STEPS)
 
     def record_again(self) -> None:
-        """Have the next step logged, and a plan made from the least seconds there are then."""
+        """Have the next step logged; a plan made from the least seconds there are then is the next trial."""
+        self.settled = False
         self.recorded_again = True
         self.runs = CALIBRATION_STEPS - 1
 
@@ -99,7 +112,7 @@ class KnownSteps:
 
     @property
     def settled(self) -> bool:
-        """Whether the plan of the latest graph stays as it is."""
+        """Whether the plan of the latest graph stays, as long as it waits no longer than it does."""
         if not self._known:
             return False
         known = next(reversed(self._known.values()))
@@ -150,11 +163,14 @@ class KnownSteps:
             self._known.popitem(last=False)
         has_final_plan = known.runs > CALIBRATION_STEPS and known.budget_bytes == budget_bytes
         if self._plans and not has_final_plan:
+            if known.budget_bytes != budget_bytes:
+                known.trials = []
             known.links = links if self._swaps else None
             known.budget_bytes = budget_bytes
-            known.steps, known.trials, known.settled = [], [], len(self._known) > 1
-            known.settled_s = float("inf")
+            known.steps, known.settled = [], len(self._known) > 1
             known.foresight = self._plan(known)
+            if known.settled:
+                known.settle()
         return graph
 
     def _plan(self, known: _Known) -> Foresight:
@@ -173,8 +189,9 @@ class KnownSteps:
         for a lane all the same, it is recorded once more first: on a machine that was slow while it was
         calibrated, the lanes seemed to have more time than they have. Then plans that ask less of the
         lanes are tried, at last one that asks nothing, and the one with the least measured seconds
-        stays. It is watched from then on: if it waits longer than when it was tried, step after step,
-        all that begins again. A new plan takes as long to make as the first one.
+        stays. It is watched from then on: if each of some steps waited longer than it used to, it is
+        recorded once more, and what comes of that is tried against it. A new plan takes as long to
+        make as the first one.
 
         Args:
             rebuild_s: seconds of recomputing in a whole step that followed the plan.
@@ -192,20 +209,22 @@ class KnownSteps:
         known.steps.append((rebuild_s + wait_s, wait_s))
         if len(known.steps) < (known.watch_steps if known.settled else TRIAL_STEPS):
             return False
-        (least_s, waited_s), known.steps = min(known.steps), []
-        margin_s = _LEAST_WAIT * known.graph.seconds
+        steps, known.steps = known.steps, []
+        trial = _Trial(*min(steps), before)
         if known.settled:
-            if waited_s > margin_s and least_s > known.settled_s + margin_s:
+            least_wait_s = min(wait_s for _, wait_s in steps)
+            if least_wait_s > known.settled_wait_s + _LONGER_WAIT * known.graph.seconds:
+                known.trials = [trial]
                 known.watch_steps *= 2
                 known.record_again()
+            known.settled_wait_s = min(known.settled_wait_s, least_wait_s)
             return False
+        known.trials.append(trial)
         swaps = known.links is not None and known.links.out_bytes_per_s > 0
-        waits = swaps and waited_s > margin_s
+        waits = swaps and trial.wait_s > _LEAST_WAIT * known.graph.seconds
         if waits and not known.recorded_again:
             known.record_again()
-            return False
-        known.trials.append((least_s, before))
-        if waits and known.links is not None and len(known.trials) < MOST_TRIALS:
+        elif waits and known.links is not None and len(known.trials) < MOST_TRIALS:
             known.links = replace(
                 known.links,
                 out_bytes_per_s=known.links.out_bytes_per_s * _CAUTION,
@@ -215,7 +234,7 @@ class KnownSteps:
         elif waits:
             known.links = None
             known.foresight = self._plan(known)
-            if known.foresight.predicted_seconds > min(seconds for seconds, _ in known.trials):
+            if known.foresight.predicted_seconds > min(known.trials).seconds:
                 known.settle()
         else:
             known.settle()

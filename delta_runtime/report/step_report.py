@@ -33,6 +33,7 @@ class StepTotals:
         steps: steps counted.
         peak_bytes: the allocator's highest live bytes.
         packs, unpacks: saved tensors packed and unpacked.
+        managed_unpacks: of the latter, those of storages that may be evicted.
         packed_bytes: bytes of managed storages.
         drops, dropped_bytes: storages freed to be recomputed.
         rebuilds, rebuilt_bytes, rebuild_s: storages recomputed, with the seconds of it.
@@ -57,7 +58,8 @@ class StepTotals:
         exposed_bytes: most bytes of managed storages that code outside autograd held when room was needed.
         floor_bytes, floor_op: the op that needs most beside what cannot be evicted.
         uncounted_bytes: bytes of tensors that the CPU pool does not own.
-        plan_hits, plan_misses: saved storages that were, and were not, foreseen.
+        plan_hits: storages saved that a plan had foreseen.
+        plan_misses: storages that no plan knew when they were saved, rebuilt, or written in place.
     """
 
     steps: int = 0
@@ -65,6 +67,7 @@ class StepTotals:
     ops: int = 0
     packs: int = 0
     unpacks: int = 0
+    managed_unpacks: int = 0
     packed_bytes: int = 0
     drops: int = 0
     dropped_bytes: int = 0
