@@ -26,6 +26,7 @@ from delta_runtime.act.links import PROFILES, flops_per_s, link_bytes_per_s
 from delta_runtime.config import Config
 from delta_runtime.core.model import Exit
 from delta_runtime.decide.known_steps import CALIBRATION_STEPS, STEPS_TO_SETTLE, TRIAL_STEPS
+from delta_runtime.report.step_report import StepTotals
 from delta_runtime.report.trace import TraceKind
 from tests.support.bitwise import Snapshot, assert_same_bits
 from tests.support.fixtures import one_thread  # noqa: F401
@@ -237,6 +238,16 @@ def test_of_copies_back_that_begin_at_one_op_the_one_needed_first_goes_first(tmp
     runtime.close()
 
 
+def step(runtime: delta.Runtime, model: Net, *, backward: bool = True) -> StepTotals:
+    """One step, or its first half alone, without an optimizer; what the runtime counted in it."""
+    with runtime.step():
+        loss = model(batch(0))
+        if backward:
+            loss.backward()
+    model.zero_grad(set_to_none=True)
+    return runtime.report().last
+
+
 @pytest.mark.parametrize(
     "link", [1e9, 1e5], ids=["a plan that swaps", "a plan that only recomputes"]
 )
@@ -249,21 +260,13 @@ def test_only_whole_steps_that_followed_the_plan_are_measured(ordinary, monkeypa
     monkeypatch.setattr(runtime._known, "judge", lambda *seconds: measured.append(seconds) or False)
     torch.manual_seed(0)
     model = Net()
-
-    def step(backward: bool) -> None:
-        with runtime.step():
-            loss = model(batch(0))
-            if backward:
-                loss.backward()
-        model.zero_grad(set_to_none=True)
-
     for _ in range(CALIBRATION_STEPS):
-        step(True)
+        step(runtime, model)
     assert not measured
     for _ in range(3):
-        step(False)
+        step(runtime, model, backward=False)
     assert not measured
-    step(True)
+    step(runtime, model)
     assert len(measured) == 1
     last = runtime.report().last
     assert measured[0] == (last.rebuild_s, last.out_stall_s + last.in_stall_s)
@@ -288,10 +291,7 @@ def test_a_step_calibrated_on_a_slow_machine_is_planned_again(ordinary, monkeypa
     model = Net()
 
     def cost_s() -> float:
-        with runtime.step():
-            model(batch(0)).backward()
-        model.zero_grad(set_to_none=True)
-        last = runtime.report().last
+        last = step(runtime, model)
         return last.rebuild_s + last.out_stall_s + last.in_stall_s
 
     costs = [cost_s() for _ in range(CALIBRATION_STEPS + TRIAL_STEPS)]
@@ -311,22 +311,14 @@ def test_a_forward_alone_is_not_the_record_that_was_asked_for(ordinary):
     )
     torch.manual_seed(0)
     model = Net()
-
-    def step(backward: bool) -> None:
-        with runtime.step():
-            loss = model(batch(0))
-            if backward:
-                loss.backward()
-        model.zero_grad(set_to_none=True)
-
     for _ in range(CALIBRATION_STEPS):
-        step(True)
+        step(runtime, model)
     known, before = runtime._known, runtime.graph()
     next(iter(known._known.values())).record_again()
     for _ in range(2):
-        step(False)
+        step(runtime, model, backward=False)
         assert known.wants_log(missed=False)
-    step(True)
+    step(runtime, model)
     assert not known.wants_log(missed=False)
     assert len(known.tables()) == 1
     assert len(runtime.graph().uses) == len(before.uses) > 0
