@@ -249,7 +249,7 @@ class Runtime:
             self._in_step = False
             if not self._closed:  # else close() has left already
                 try:
-                    self._finish_step()
+                    self._finish_step(whole=error is None)
                 finally:
                     self._session.set_boundary(self._on_boundary)
                     self._leave(error)
@@ -383,14 +383,24 @@ class Runtime:
 
     def _begin_step(self) -> None:
         self._session.set_taping(True)  # an optimizer that raised has left it off
-        self._logged = self._known.wants_log(missed=bool(self._last and self._last.plan_misses))
+        self._logged = self._known.wants_log(missed=self._left_the_plans())
         self._session.set_logging(self._logged)
         self._session.begin_step()
         if self.device.type == "cpu":
             _C.cpu_pool.reset_step_peak()
 
-    def _finish_step(self) -> None:
-        """Closes the step's account, unless nothing was saved in it."""
+    def _left_the_plans(self) -> bool:
+        """Whether the last step was none that is known, or went on where the known one ends."""
+        last, graph = self._last, self._graph
+        went_on = graph is not None and len(graph.uses) == 0
+        return last is not None and bool(last.plan_misses or (went_on and last.managed_unpacks))
+
+    def _finish_step(self, *, whole: bool = True) -> None:
+        """Closes the step's account, unless nothing was saved in it.
+
+        Args:
+            whole: whether there is something to learn from it: it did not raise.
+        """
         counters = self._session.counters()
         if counters["packs"] == self._mark.packs:
             return
@@ -408,7 +418,8 @@ class Runtime:
         self._mark = now
         self._totals = replace(now, peak_bytes=max(self._totals.peak_bytes, step_peak_bytes))
         try:
-            self._learn()
+            if whole:
+                self._learn()
         except Exception:
             # Foresight only makes steps faster; without it the filter decides online.
             logger.exception("delta_runtime: no plan could be made for this step")
@@ -432,17 +443,9 @@ class Runtime:
         graph = read_step_graph(self._session, np.concatenate(self._step_events))
         if graph is None or len(graph.saved) == 0:
             return
-        if self._is_forward_alone(graph):
-            return
         self._graph = self._known.learn(graph, self.budget_bytes, self._links())
         if self.policy.plans or self._distance is Distance.NEXT_USE:
             self._session.set_plans(self._known.tables())
-
-    def _is_forward_alone(self, graph: StepGraph) -> bool:
-        """Whether the last step was the first half of one that is known: of no use as a graph of its own."""
-        assert self._last is not None
-        known = self._graph is not None and len(self._graph.uses) > 0
-        return known and len(graph.uses) == 0 and not self._last.plan_misses
 
     def _followed_plan(self) -> bool:
         """Whether the last step was the recorded one, backward included, and its seconds were seen.

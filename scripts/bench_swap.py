@@ -291,7 +291,11 @@ class Bench:
         contenders = [self.start(link, policy, budget_bytes) for link, policy in places]
         ordinaries: list[list[Pieces]] = []
         timed = [c for c in contenders if not c.failure]
-        for index in range(self.rounds):
+        for index in range(2 * self.rounds):
+            if index >= self.rounds:  # for those whose plan changed in the last one
+                timed = [c for c in timed if not c.turns]
+            if index > 0 and not timed:
+                break
             turns: list[Contender | None] = [None, *timed]
             random.Random(f"{self.name} {share} {index}").shuffle(turns)
             for contender in turns:
@@ -303,25 +307,24 @@ class Bench:
             timed = [c for c in timed if not c.failure]
             if index == 1:
                 timed = self.without_slow(timed, SLOW * quiet_by_rounds(ordinaries)[0])
-            if not timed:
-                break
         return [self.close(c, share, budget_bytes, ordinaries) for c in contenders]
 
     def take_turn(self, contender: Contender, index: int, budget_bytes: int) -> None:
         """Times some steps of one contender: nothing of them if one fails, nothing before if its plan changes."""
         known = contender.runtime._known
         plan = known.foresight
-        self.managed(contender, budget_bytes)
         turn, lasts = [], []
-        for _ in range(self.steps_per_turn):
-            turn.append(self.managed(contender, budget_bytes))
+        for step in range(1 + self.steps_per_turn):
+            pieces = self.managed(contender, budget_bytes)
             if contender.failure:
                 return
-            lasts.append(contender.runtime.report().last)
-        if POLICIES[contender.policy].plans and (known.foresight is not plan or not known.settled):
-            contender.turns, contender.lasts = {}, []
-            self.settle(contender, budget_bytes)
-            return
+            if POLICIES[contender.policy].plans and not (known.settled and known.foresight is plan):
+                contender.turns, contender.lasts = {}, []
+                self.settle(contender, budget_bytes)
+                return
+            if step > 0:
+                turn.append(pieces)
+                lasts.append(contender.runtime.report().last)
         contender.turns[index] = turn
         contender.lasts += lasts
 

@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import time
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -172,9 +173,12 @@ def test_verdicts_without_a_rival_or_after_a_failure() -> None:
 
 
 class Stub(Bench):
-    """Takes steps of given lengths; the plan over pcie5 changes in the middle of its second turn."""
+    """Takes steps of given lengths; the plan over pcie5 changes in the middle of one turn or more."""
 
-    def __init__(self, seconds: dict[tuple[str, str], float]) -> None:
+    def __init__(
+        self, seconds: dict[tuple[str, str], float], unsettled: Iterable[int] = ()
+    ) -> None:
+        self.unsettled = set(unsettled)  # steps after which no plan over pcie5 stays
         self.name, self.rounds, self.steps_per_turn = "stub", 4, 2
         self.seconds, self.ordinaries = seconds, 0
         self.measured = type("Measured", (), {"budget_bytes": lambda _, share: 1 << 34})()
@@ -198,9 +202,7 @@ class Stub(Bench):
         known = contender.runtime._known
         known.steps += 1
         if contender.link == "pcie5":
-            known.settled = known.steps != 5
-            if known.steps == 6:
-                known.foresight = SimpleNamespace(exits=np.zeros(0))
+            known.settled = known.steps not in self.unsettled
         return np.array([0.5, seconds - 0.5])
 
 
@@ -219,7 +221,7 @@ def test_turns() -> None:
         ("c2c", "delta"): 1.0,
         ("pcie5", "auto"): 1.2,
     }
-    cells = {(c.link, c.policy): c for c in Stub(seconds).cells(0.5, list(seconds))}
+    cells = {(c.link, c.policy): c for c in Stub(seconds, [5]).cells(0.5, list(seconds))}
     steps = {place: len(c.seconds) for place, c in cells.items()}
     assert steps == dict.fromkeys(seconds, 8) | {
         ("pcie3", "swap"): 4,
@@ -231,6 +233,17 @@ def test_turns() -> None:
     assert cells["c2c", "auto"].quiet_s == pytest.approx((1.0, 1.0, 1.0))
     # Ordinary steps of the same rounds stand beside it: the third's and the fourth's.
     assert cells["pcie5", "auto"].quiet_ordinary_s == pytest.approx((0.99, 0.99, 1.0))
+
+
+@pytest.mark.usefixtures("_no_link")
+def test_whose_plan_changes_in_the_last_turn_has_another() -> None:
+    seconds = {("", "recompute"): 1.1, ("pcie5", "auto"): 1.2}
+    recompute, auto = Stub(seconds, [1, 4, 7, 10]).cells(0.5, list(seconds))
+    assert len(recompute.seconds) == 8
+    assert len(auto.seconds) == 2 and not auto.failure
+    assert len(recompute.ordinaries) == len(auto.ordinaries) == 10
+    _, never = Stub(seconds, range(10_000)).cells(0.5, list(seconds))
+    assert never.failure == "no plan stayed for a turn"
 
 
 @pytest.mark.usefixtures("_no_link")

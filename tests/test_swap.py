@@ -274,19 +274,20 @@ def test_only_whole_steps_that_followed_the_plan_are_measured(ordinary, monkeypa
     runtime.close()
 
 
-def test_a_step_calibrated_on_a_slow_machine_is_planned_again(ordinary, monkeypatch):
-    """The plan reckons with time for the lanes that later steps do not have, and waits in each of them."""
+def test_a_plan_that_waits_is_made_again(ordinary, monkeypatch):
+    """A plan that reckons with time for the lanes that they do not have waits in each step."""
     runtime = delta.Runtime(
-        budget(ordinary, 0.6), device="cpu", policy="auto", link_bytes_per_s=2e8
+        budget(ordinary, 0.6), device="cpu", policy="auto", link_bytes_per_s=1e8
     )
     learn, runs = runtime._known.learn, []
 
-    def learn_from_slow_ops(graph, *rest):
-        runs.append(graph.seconds)
-        slow = 100.0 if len(runs) <= CALIBRATION_STEPS else 1.0
-        return learn(dataclasses.replace(graph, op_seconds=graph.op_seconds * slow), *rest)
+    def learn_of_fast_lanes(graph, budget_bytes, links):
+        runs.append(links)
+        if len(runs) <= CALIBRATION_STEPS:
+            links = dataclasses.replace(links, out_bytes_per_s=1e11, in_bytes_per_s=1e11)
+        return learn(graph, budget_bytes, links)
 
-    monkeypatch.setattr(runtime._known, "learn", learn_from_slow_ops)
+    monkeypatch.setattr(runtime._known, "learn", learn_of_fast_lanes)
     torch.manual_seed(0)
     model = Net()
 
@@ -304,24 +305,42 @@ def test_a_step_calibrated_on_a_slow_machine_is_planned_again(ordinary, monkeypa
     runtime.close()
 
 
-def test_a_forward_alone_is_not_the_record_that_was_asked_for(ordinary):
-    """Asked to record the step once more, the runtime waits for a whole one."""
+def fail(_: torch.Tensor) -> None:
+    raise ValueError("in backward")
+
+
+@pytest.mark.parametrize("first", [0, 1, CALIBRATION_STEPS + 1], ids="{} forwards first".format)
+def test_a_forward_alone_is_no_step_of_its_own(ordinary, monkeypatch, first):
+    """Neither first, nor where a record was asked for; nor is a step that fails in backward."""
     runtime = delta.Runtime(
         budget(ordinary, 0.6), device="cpu", policy="auto", link_bytes_per_s=1e9
     )
     torch.manual_seed(0)
     model = Net()
-    for _ in range(CALIBRATION_STEPS):
+    for _ in range(first):
+        step(runtime, model, backward=False)
+    for _ in range(CALIBRATION_STEPS + 1):
         step(runtime, model)
-    known, before = runtime._known, runtime.graph()
+    known = runtime._known
+    assert len(known.tables()) == 1
+    assert len(runtime.graph().uses) > 0
     next(iter(known._known.values())).record_again()
     for _ in range(2):
         step(runtime, model, backward=False)
         assert known.wants_log(missed=False)
+    handle = model.layers[0].weight.register_hook(fail)
+    with pytest.raises(ValueError, match="in backward"):
+        step(runtime, model)
+    handle.remove()
+    model.zero_grad(set_to_none=True)
+    assert known.wants_log(missed=False)
     step(runtime, model)
     assert not known.wants_log(missed=False)
     assert len(known.tables()) == 1
-    assert len(runtime.graph().uses) == len(before.uses) > 0
+    measured = []
+    monkeypatch.setattr(known, "judge", lambda *seconds: measured.append(seconds) or False)
+    step(runtime, model)
+    assert len(measured) == 1
     runtime.close()
 
 

@@ -72,16 +72,18 @@ class _Known:
     steps: list[tuple[float, float]] = field(default_factory=list)  # of this plan: seconds, waits
     trials: list[_Trial] = field(default_factory=list)
     settled: bool = False  # on one of the trials
-    settled_wait_s: float = float("inf")  # the least that was seen of it
+    in_place: _Trial | None = None  # that one, with the least that was seen of it
+    best: _Trial | None = None  # of those that were in place before
+    best_again: bool = False  # is being tried
     recorded_again: bool = False  # because a plan of it waited
     watch_steps: int = WATCH_STEPS
 
     def settle(self) -> None:
         """Stay with the best of what was measured; with the plan there is if nothing was."""
-        self.settled = True
+        self.settled, self.best_again = True, False
         if self.trials:
-            best = min(self.trials)
-            self.foresight, self.settled_wait_s = best.foresight, best.wait_s
+            self.in_place = min(self.trials)
+            self.foresight = self.in_place.foresight
             self.runs = max(self.runs, CALIBRATION_STEPS)
 
     def record_again(self) -> None:
@@ -89,6 +91,38 @@ class _Known:
         self.settled = False
         self.recorded_again = True
         self.runs = CALIBRATION_STEPS - 1
+
+    def watch(self, steps: list[tuple[float, float]]) -> None:
+        """Look at the plan in place, and leave it for now where another may be better.
+
+        Args:
+            steps: seconds of rebuilding and waiting, and of waiting alone, of the last steps.
+        """
+        if self.in_place is None:
+            return
+        seconds, wait_s = min(each for each, _ in steps), min(wait_s for _, wait_s in steps)
+        margin_s = _LONGER_WAIT * self.graph.seconds
+        waits_longer = wait_s > self.in_place.wait_s + margin_s
+        self.in_place = replace(
+            self.in_place,
+            seconds=min(self.in_place.seconds, seconds),
+            wait_s=min(self.in_place.wait_s, wait_s),
+        )
+        now = replace(self.in_place, seconds=seconds, wait_s=wait_s)
+        if waits_longer:
+            self.best = min(self.best or self.in_place, self.in_place)
+            self.trials = [now]
+            self.record_again()
+        elif (
+            self.best is not None
+            and self.best.foresight is not self.foresight
+            and seconds > self.best.seconds + margin_s
+        ):
+            # What kept the lanes busy may have passed.
+            self.trials, self.foresight = [now], self.best.foresight
+            self.settled, self.best_again = False, True
+        if not self.settled:
+            self.watch_steps *= 2
 
 
 class KnownSteps:
@@ -140,6 +174,8 @@ class KnownSteps:
         Returns:
             The record with the least seconds and the highest watermarks of all runs of this graph.
         """
+        if len(graph.uses):
+            self._forget_beginnings(graph)
         # The same values may be saved by other ops: accumulating gradients adds some.
         key = (graph.fingerprint, graph.op_name)
         known = self._known.pop(key, None)
@@ -164,7 +200,7 @@ class KnownSteps:
         has_final_plan = known.runs > CALIBRATION_STEPS and known.budget_bytes == budget_bytes
         if self._plans and not has_final_plan:
             if known.budget_bytes != budget_bytes:
-                known.trials = []
+                known.trials, known.in_place, known.best = [], None, None
             known.links = links if self._swaps else None
             known.budget_bytes = budget_bytes
             known.steps, known.settled = [], len(self._known) > 1
@@ -172,6 +208,15 @@ class KnownSteps:
             if known.settled:
                 known.settle()
         return graph
+
+    def _forget_beginnings(self, graph: StepGraph) -> None:
+        """A forward alone is no step of its own once the whole of it is known."""
+        for key, known in list(self._known.items()):
+            part = known.graph.value_fingerprint
+            if len(known.graph.uses) == 0 and np.array_equal(
+                part, graph.value_fingerprint[: len(part)]
+            ):
+                del self._known[key]
 
     def _plan(self, known: _Known) -> Foresight:
         return foresee(
@@ -190,8 +235,9 @@ class KnownSteps:
         calibrated, the lanes seemed to have more time than they have. Then plans that ask less of the
         lanes are tried, at last one that asks nothing, and the one with the least measured seconds
         stays. It is watched from then on: if each of some steps waited longer than it used to, it is
-        recorded once more, and what comes of that is tried against it. A new plan takes as long to
-        make as the first one.
+        recorded once more, and what comes of that is tried against it; later the old one is tried
+        again, for what kept the lanes busy may have passed. A new plan takes as long to make as the
+        first one.
 
         Args:
             rebuild_s: seconds of recomputing in a whole step that followed the plan.
@@ -210,19 +256,16 @@ class KnownSteps:
         if len(known.steps) < (known.watch_steps if known.settled else TRIAL_STEPS):
             return False
         steps, known.steps = known.steps, []
-        trial = _Trial(*min(steps), before)
         if known.settled:
-            least_wait_s = min(wait_s for _, wait_s in steps)
-            if least_wait_s > known.settled_wait_s + _LONGER_WAIT * known.graph.seconds:
-                known.trials = [trial]
-                known.watch_steps *= 2
-                known.record_again()
-            known.settled_wait_s = min(known.settled_wait_s, least_wait_s)
-            return False
+            known.watch(steps)
+            return known.foresight is not before
+        trial = _Trial(*min(steps), before)
         known.trials.append(trial)
         swaps = known.links is not None and known.links.out_bytes_per_s > 0
         waits = swaps and trial.wait_s > _LEAST_WAIT * known.graph.seconds
-        if waits and not known.recorded_again:
+        if known.best_again:
+            known.settle()
+        elif waits and not known.recorded_again:
             known.record_again()
         elif waits and known.links is not None and len(known.trials) < MOST_TRIALS:
             known.links = replace(

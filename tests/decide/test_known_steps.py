@@ -223,6 +223,29 @@ def test_a_plan_that_was_chosen_while_all_waited_has_to_keep_what_it_showed_late
     assert known.wants_log(missed=False)
 
 
+@pytest.mark.parametrize("busy_steps", [12, 18, 60])
+def test_what_keeps_the_lanes_busy_for_a_while_costs_no_plan_for_good(busy_steps):
+    known = calibrated()
+    quiet_s = known.foresight.predicted_seconds
+
+    def steps(count: int, wait_s_per_mib: float) -> None:
+        for _ in range(count):
+            if known.wants_log(missed=False):
+                learn(known)
+            else:
+                waits = wait_s_per_mib * swapped_bytes(known) / MIB
+                known.judge(known.foresight.predicted_seconds, waits)
+
+    steps(STEPS_TO_SETTLE, 0.0)
+    assert known.settled and swapped_bytes(known) > 0
+    steps(busy_steps, 0.004)
+    worse_s = known.foresight.predicted_seconds
+    assert worse_s > quiet_s + 0.01 * GRAPH.seconds
+    steps(10 * busy_steps + 40, 0.0)
+    assert known.settled
+    assert known.foresight.predicted_seconds == pytest.approx(quiet_s)
+
+
 @pytest.mark.parametrize("logged_first", [False, True])
 def test_a_second_graph_while_one_is_recorded_again_leaves_it_the_measured_plan(logged_first):
     known = calibrated()
