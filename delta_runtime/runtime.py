@@ -383,17 +383,13 @@ class Runtime:
 
     def _begin_step(self) -> None:
         self._session.set_taping(True)  # an optimizer that raised has left it off
-        self._logged = self._known.wants_log(missed=self._left_the_plans())
+        missed = self._last is not None and self._last.plan_misses > 0
+        went_on = self._last is not None and self._last.managed_unpacks > 0
+        self._logged = self._known.wants_log(missed=missed, went_on=went_on)
         self._session.set_logging(self._logged)
         self._session.begin_step()
         if self.device.type == "cpu":
             _C.cpu_pool.reset_step_peak()
-
-    def _left_the_plans(self) -> bool:
-        """Whether the last step was none that is known, or went on where the known one ends."""
-        last, graph = self._last, self._graph
-        went_on = graph is not None and len(graph.uses) == 0
-        return last is not None and bool(last.plan_misses or (went_on and last.managed_unpacks))
 
     def _finish_step(self, *, whole: bool = True) -> None:
         """Closes the step's account, unless nothing was saved in it.

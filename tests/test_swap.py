@@ -344,6 +344,21 @@ def test_a_forward_alone_is_no_step_of_its_own(ordinary, monkeypatch, first):
     runtime.close()
 
 
+def test_backward_outside_of_the_step_is_not_looked_for_in_it_for_ever(ordinary):
+    runtime = delta.Runtime(
+        budget(ordinary, 0.6), device="cpu", policy="auto", link_bytes_per_s=1e9
+    )
+    torch.manual_seed(0)
+    model = Net()
+    for _ in range(4 * CALIBRATION_STEPS):
+        with runtime.step():
+            loss = model(batch(0))
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+    assert not runtime._known.wants_log(missed=False, went_on=True)
+    runtime.close()
+
+
 def test_no_copy_without_need():
     """A budget that never binds copies nothing."""
     runtime = delta.Runtime("100%", device="cpu", policy="auto", host_budget="1GiB")

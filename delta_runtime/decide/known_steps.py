@@ -153,15 +153,19 @@ class KnownSteps:
         tries = self._plans and self._drops and self._swaps
         return known.runs >= CALIBRATION_STEPS and (known.settled or not tries)
 
-    def wants_log(self, *, missed: bool) -> bool:
+    def wants_log(self, *, missed: bool, went_on: bool = False) -> bool:
         """Whether the next step should be logged.
 
         Args:
             missed: whether the last step left the plans that there are.
+            went_on: whether it had a backward. Where all that is known is a forward alone, the whole
+                step is looked for, though not for ever: backward may run outside of the step's block.
         """
         if not self._known:
             return True
-        return missed or next(reversed(self._known.values())).runs < CALIBRATION_STEPS
+        latest = next(reversed(self._known.values()))
+        half = len(latest.graph.uses) == 0 and latest.runs < 2 * CALIBRATION_STEPS
+        return missed or (went_on and half) or latest.runs < CALIBRATION_STEPS
 
     def learn(self, graph: StepGraph, budget_bytes: int, links: Links | None = None) -> StepGraph:
         """Take the record of a step in and make, or improve, its plan.

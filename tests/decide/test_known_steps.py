@@ -263,6 +263,29 @@ def test_a_second_graph_while_one_is_recorded_again_leaves_it_the_measured_plan(
     assert known.foresight is measured and known.settled
 
 
+def test_the_whole_of_a_forward_alone_is_looked_for_but_not_for_ever():
+    known = KnownSteps(plans=True, drops=True, swaps=True)
+    forward = dataclasses.replace(
+        GRAPH, uses=GRAPH.uses[:0], use_offsets=np.zeros_like(GRAPH.use_offsets)
+    )
+    for _ in range(CALIBRATION_STEPS):
+        learn(known, forward)
+    assert not known.wants_log(missed=False)
+    logged = 0
+    while known.wants_log(missed=False, went_on=True):
+        learn(known, forward)
+        logged += 1
+    assert 1 <= logged <= CALIBRATION_STEPS
+    assert len(known.tables()) == 1
+    learn(known)  # here it is, after all
+    assert len(known.tables()) == 1
+    for _ in range(CALIBRATION_STEPS - 1):
+        assert known.wants_log(missed=False)
+        learn(known)
+    assert not known.wants_log(missed=False, went_on=True)
+    assert known.foresight is not None and known.foresight.predicted_seconds > 0
+
+
 def test_trials_end_within_the_steps_that_are_said():
     known = KnownSteps(plans=True, drops=True, swaps=True)
     for _ in range(STEPS_TO_SETTLE):
