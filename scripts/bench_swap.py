@@ -4,13 +4,13 @@ A benchmark, on the virtual accelerator: the CPU pool is the device, RAM outside
 ratio of link bytes to compute of real cards (delta_runtime/act/links.py). The link "disk" is no link: the plain CPU
 device with a spill file in the directory for temporary files, as fast as it is. Trains M1, M2 and M3 of
 scripts/workloads.py at several shares of the activations under several policies, with the pool's capacity at the
-budget. All policies and links of one budget, and ordinary steps, take turns, in a random order in each round; the
-first step of a turn is not timed, for going from one kind to another moves memory, which no training run does at each
-step. A step's time is put together from the least time of each of its pieces (scripts/piecewise.py), for no step of
-seconds is undisturbed where others share the machine. Who is slower after two rounds than the fastest over the same
-link or none, by more than a quarter of a step, is not timed again. Compute runs on one thread, so that a second core is
-left for the copies, as an accelerator has copy engines of its own: nothing of yours should run beside it. With
-`--policies recompute,auto,swap@c2c` it takes 8 to 15 minutes for each model and share; needs no GPU.
+budget. All policies and links of one budget, and ordinary steps, take turns, in a random order in each round; the first
+step of a turn is not timed, for going from one kind to another moves memory, which no training run does at each step. A
+step's time is put together from the least time of each of its pieces (scripts/piecewise.py), for no step of seconds is
+undisturbed where others share the machine. Who is slower after two rounds than the fastest over the same link or none,
+by more than a quarter of a step, is not timed again; whose plan changes is timed anew. Compute runs on one thread, so
+that a second core is left for the copies, as an accelerator has copy engines of its own: nothing of yours should run
+beside it. With `--policies recompute,auto,swap@c2c` it takes 8 to 15 minutes for each model and share; needs no GPU.
 
     python scripts/bench_swap.py [--models vit,gpt,resnet50] [--links pcie3,pcie4,pcie5,c2c,disk]
         [--shares 0.7,0.5,0.35] [--policies swap,recompute,delta,capuchin,auto] [--rounds 4]
@@ -40,6 +40,7 @@ import gc
 import itertools
 import json
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -463,6 +464,12 @@ def judged(found: dict[str, Findings | None]) -> tuple[str, str]:
     return by_ratio, verdict(auto.extra - best_extra, best_extra, LEAST)
 
 
+def apart(by_ratio: Iterable[str]) -> list[float]:
+    """How far the differences in the brackets of each verdict lie apart, in per cent of a step, ascending."""
+    found = ([float(n) for n in re.findall(r"[+-]\d+\.\d", told)[1:]] for told in by_ratio)
+    return sorted(max(each) - min(each) for each in found if len(each) > 1)
+
+
 def show(cells: list[Cell]) -> bool:
     """Prints the table; whether `auto` is worse somewhere, by the ratios."""
     table = Table(title="Extra time in % of a step, counted (measured ratio)", title_justify="left")
@@ -479,6 +486,11 @@ def show(cells: list[Cell]) -> bool:
         )
         console.print(
             f"auto, {way}: worse in {worse} of {len(verdicts)} rows, clearly better in {better}"
+        )
+    if spreads := apart(row[-2] for row in told):
+        console.print(
+            f"in the brackets of a row: {statistics.median(spreads):.1f} % of a step apart in the median, "
+            f"{spreads[-1]:.1f} % at most"
         )
     return any(row[-2].startswith("worse") for row in told)
 

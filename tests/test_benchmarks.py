@@ -254,6 +254,11 @@ def test_nobody_can_train() -> None:
     assert [Findings.of([c]).text() for c in cells] == ["failed", "failed"]
 
 
+def test_how_far_runs_lie_apart() -> None:
+    told = ["as good +0.4 (+1.0, -0.5, +0.7)", "", "worse +2.0", "clearly better -3.0 (-3.0, -3.0)"]
+    assert bench_swap.apart(told) == pytest.approx([0.0, 1.5])
+
+
 def test_rounds() -> None:
     turns = [[np.array([3.0, 1.0])], [np.array([1.0, 4.0])], [np.array([2.0, 3.0])]]
     assert quiet_by_rounds(turns) == (2.0, 3.0, 5.0)

@@ -1,14 +1,14 @@
 """Swapping on the virtual accelerator, as users meet it: same bits, the budget held, lanes that overlap, and what
 happens when host memory is full, when a runtime closes, forks, or is written to in between.
 
-Covers small networks on the CPU pool. Does not cover: plans (decide/test_swap_plans.py), directors
-(contracts/test_directors_contract.py), all ops and real models (tests/sweeps), leaks (test_leaks.py).
+Covers small networks on the CPU pool. Does not cover: plans (decide/test_swap_plans.py), which plan stays
+(test_measured_plans.py), directors (contracts/test_directors_contract.py), all ops and real models (tests/sweeps),
+leaks (test_leaks.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import json
 import os
@@ -25,16 +25,12 @@ from delta_runtime import cpu_pool
 from delta_runtime.act.links import PROFILES, flops_per_s, link_bytes_per_s
 from delta_runtime.config import Config
 from delta_runtime.core.model import Exit
-from delta_runtime.decide.known_steps import CALIBRATION_STEPS, STEPS_TO_SETTLE, TRIAL_STEPS
-from delta_runtime.report.step_report import StepTotals
 from delta_runtime.report.trace import TraceKind
 from tests.support.bitwise import Snapshot, assert_same_bits
 from tests.support.fixtures import one_thread  # noqa: F401
 from tests.support.swapping import (
     LAYER_BYTES,
     LAYERS,
-    Net,
-    batch,
     budget,
     expected_gradient,
     lanes,
@@ -235,127 +231,6 @@ def test_of_copies_back_that_begin_at_one_op_the_one_needed_first_goes_first(tmp
     first_uses = dict(zip(graph.saved.tolist(), graph.first_use.tolist(), strict=True))
     assert len(came_back) >= 5
     assert came_back == sorted(came_back, key=first_uses.__getitem__)
-    runtime.close()
-
-
-def step(runtime: delta.Runtime, model: Net, *, backward: bool = True) -> StepTotals:
-    """One step, or its first half alone, without an optimizer; what the runtime counted in it."""
-    with runtime.step():
-        loss = model(batch(0))
-        if backward:
-            loss.backward()
-    model.zero_grad(set_to_none=True)
-    return runtime.report().last
-
-
-@pytest.mark.parametrize(
-    "link", [1e9, 1e5], ids=["a plan that swaps", "a plan that only recomputes"]
-)
-def test_only_whole_steps_that_followed_the_plan_are_measured(ordinary, monkeypatch, link):
-    """A forward alone has rebuilt nothing and waited for nothing: no plan is good because of that."""
-    runtime = delta.Runtime(
-        budget(ordinary, 0.6), device="cpu", policy="auto", link_bytes_per_s=link
-    )
-    measured = []
-    monkeypatch.setattr(runtime._known, "judge", lambda *seconds: measured.append(seconds) or False)
-    torch.manual_seed(0)
-    model = Net()
-    for _ in range(CALIBRATION_STEPS):
-        step(runtime, model)
-    assert not measured
-    for _ in range(3):
-        step(runtime, model, backward=False)
-    assert not measured
-    step(runtime, model)
-    assert len(measured) == 1
-    last = runtime.report().last
-    assert measured[0] == (last.rebuild_s, last.out_stall_s + last.in_stall_s)
-    assert last.swap_ins > 0 if link == 1e9 else last.rebuilds > 0
-    runtime.close()
-
-
-def test_a_plan_that_waits_is_made_again(ordinary, monkeypatch):
-    """A plan that reckons with time for the lanes that they do not have waits in each step."""
-    runtime = delta.Runtime(
-        budget(ordinary, 0.6), device="cpu", policy="auto", link_bytes_per_s=1e8
-    )
-    learn, runs = runtime._known.learn, []
-
-    def learn_of_fast_lanes(graph, budget_bytes, links):
-        runs.append(links)
-        if len(runs) <= CALIBRATION_STEPS:
-            links = dataclasses.replace(links, out_bytes_per_s=1e11, in_bytes_per_s=1e11)
-        return learn(graph, budget_bytes, links)
-
-    monkeypatch.setattr(runtime._known, "learn", learn_of_fast_lanes)
-    torch.manual_seed(0)
-    model = Net()
-
-    def cost_s() -> float:
-        last = step(runtime, model)
-        return last.rebuild_s + last.out_stall_s + last.in_stall_s
-
-    costs = [cost_s() for _ in range(CALIBRATION_STEPS + TRIAL_STEPS)]
-    while not runtime._known.settled:
-        costs.append(cost_s())
-        assert len(costs) < 2 * STEPS_TO_SETTLE
-    assert len(runs) == CALIBRATION_STEPS + 1, costs
-    waited_s = min(costs[CALIBRATION_STEPS : CALIBRATION_STEPS + TRIAL_STEPS])
-    assert min(cost_s() for _ in range(3)) < 0.5 * waited_s, costs
-    runtime.close()
-
-
-def fail(_: torch.Tensor) -> None:
-    raise ValueError("in backward")
-
-
-@pytest.mark.parametrize("first", [0, 1, CALIBRATION_STEPS + 1], ids="{} forwards first".format)
-def test_a_forward_alone_is_no_step_of_its_own(ordinary, monkeypatch, first):
-    """Neither first, nor where a record was asked for; nor is a step that fails in backward."""
-    runtime = delta.Runtime(
-        budget(ordinary, 0.6), device="cpu", policy="auto", link_bytes_per_s=1e9
-    )
-    torch.manual_seed(0)
-    model = Net()
-    for _ in range(first):
-        step(runtime, model, backward=False)
-    for _ in range(CALIBRATION_STEPS + 1):
-        step(runtime, model)
-    known = runtime._known
-    assert len(known.tables()) == 1
-    assert len(runtime.graph().uses) > 0
-    next(iter(known._known.values())).record_again()
-    for _ in range(2):
-        step(runtime, model, backward=False)
-        assert known.wants_log(missed=False)
-    handle = model.layers[0].weight.register_hook(fail)
-    with pytest.raises(ValueError, match="in backward"):
-        step(runtime, model)
-    handle.remove()
-    model.zero_grad(set_to_none=True)
-    assert known.wants_log(missed=False)
-    step(runtime, model)
-    assert not known.wants_log(missed=False)
-    assert len(known.tables()) == 1
-    measured = []
-    monkeypatch.setattr(known, "judge", lambda *seconds: measured.append(seconds) or False)
-    step(runtime, model)
-    assert len(measured) == 1
-    runtime.close()
-
-
-def test_backward_outside_of_the_step_is_not_looked_for_in_it_for_ever(ordinary):
-    runtime = delta.Runtime(
-        budget(ordinary, 0.6), device="cpu", policy="auto", link_bytes_per_s=1e9
-    )
-    torch.manual_seed(0)
-    model = Net()
-    for _ in range(4 * CALIBRATION_STEPS):
-        with runtime.step():
-            loss = model(batch(0))
-        loss.backward()
-        model.zero_grad(set_to_none=True)
-    assert not runtime._known.wants_log(missed=False, went_on=True)
     runtime.close()
 
 
