@@ -3,6 +3,7 @@
 // Threads and the GIL: every function here is called with the GIL. Rebuilding runs with the GIL
 // released. The pump takes the GIL at an op boundary, with no lock of ours held.
 #include <c10/core/CPUAllocator.h>
+#include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -11,6 +12,7 @@
 #include "cpu_pool.h"
 #include "errors.h"
 #include "observer.h"
+#include "python_random.h"
 #include "replay.h"
 #include "session.h"
 #include "spill_file.h"
@@ -145,6 +147,8 @@ py::dict counters_of(const Session& s) {
   d["shortfall_bytes"] = c.overshoot_bytes;
   d["shortcuts"] = c.shortcuts;
   d["shortcut_failures"] = c.shortcut_failures;
+  d["comparisons"] = c.comparisons;
+  d["mismatches"] = c.mismatches;
   d["audits"] = c.audits;
   d["audit_failures"] = c.audit_failures;
   d["swap_outs"] = c.swap_outs;
@@ -240,6 +244,14 @@ std::function<void(int64_t)> callback_of(py::object callable) {
           "delta_runtime: the policy failed; evicting by the last known weights");
     }
   };
+}
+
+// An object that may be let go of without the GIL.
+std::shared_ptr<py::object> shared(py::object object) {
+  return std::shared_ptr<py::object>(new py::object(std::move(object)), [](py::object* held) {
+    py::gil_scoped_acquire gil;
+    delete held;
+  });
 }
 
 // A Python callable (address, bytes) -> whether it worked. An error is a no.
@@ -351,6 +363,20 @@ void bind_session(py::module_& m) {
       .def("forget_past", &Session::forget_past)
       .def("mark_written", &Session::mark_written)
       .def("prepare_write", &Session::prepare_write)
+      .def(
+          "before_raw_access",
+          [](Session& s, const py::object& object, bool writes) {
+            if (THPVariable_Check(object.ptr())) {
+              const auto& t = THPVariable_Unpack(object.ptr());
+              if (is_plain(t)) {
+                s.before_raw_access(t.storage(), writes);
+              }
+            } else if (THPStorage_Check(object.ptr())) {
+              s.before_raw_access(THPStorage_Unpack(object.ptr()), writes);
+            }
+          },
+          py::arg("tensor_or_storage"), py::arg("writes"),
+          "Python code is about to get hold of its memory, or to write to it unseen.")
       .def("make_room", [](Session& s, int64_t bytes) { return s.make_room(bytes, false); })
       .def("counters", &counters_of)
       .def("reset_counters", [](Session& s) { s.counters_ = Counters(); })
@@ -366,6 +392,10 @@ void bind_session(py::module_& m) {
       .def("set_default_weight",
            [](Session& s, int w) { s.default_weight_ = static_cast<DefaultWeight>(w); })
       .def("set_logging", [](Session& s, bool on) { s.logging_ = on; })
+      .def("logging", [](const Session& s) { return s.logging_; })
+      .def(
+          "set_drain", [](Session& s, py::object f) { s.drain_ = callback_of(std::move(f)); },
+          "Called when many events have piled up.")
       .def("tick", [](const Session& s) { return s.tick_; })
       .def("step_begin_tick", [](const Session& s) { return s.step_begin_tick_; })
       .def("fingerprint", [](const Session& s) { return s.fingerprint_; })
@@ -472,6 +502,29 @@ PYBIND11_MODULE(_C, m) {
       "set_sabotage", [](int which) { delta::set_sabotage(static_cast<delta::Sabotage>(which)); },
       "Break one rule of replay on purpose, for the tests that prove that the tests can fail; 0 "
       "mends it.");
+  m.def("sabotage_names", &delta::sabotage_names, "What set_sabotage can break, by number.");
+  m.def(
+      "set_python_random",
+      [](py::object save, py::object restore) {
+        delta::PythonRandom hooks;
+        auto saver = delta::shared(std::move(save));
+        auto restorer = delta::shared(std::move(restore));
+        hooks.save = [saver]() -> std::shared_ptr<void> {
+          py::gil_scoped_acquire gil;
+          return delta::shared((*saver)());
+        };
+        hooks.restore = [restorer](const std::shared_ptr<void>& state) {
+          py::gil_scoped_acquire gil;
+          py::error_scope pending;
+          try {
+            (*restorer)(*std::static_pointer_cast<py::object>(state));
+          } catch (py::error_already_set& e) {
+            e.discard_as_unraisable("delta_runtime: putting Python's random state back failed");
+          }
+        };
+        delta::set_python_random(std::move(hooks));
+      },
+      "How the generators of Python and numpy are kept and put back around an op in Python.");
   m.def("set_poison", &delta::set_poison,
         "Fill host memory that is given back with NaN, for tests of who still reads it.");
   m.def(

@@ -200,6 +200,10 @@ void set_rescue(RescueFn fn) { g_rescue.store(fn, std::memory_order_release); }
 void set_rescue_enabled(bool enabled) { g_rescue_enabled.store(enabled); }
 void set_soft_limit_is_hard(bool hard) { g_soft_limit_is_hard.store(hard); }
 bool owns(const c10::DataPtr& data) { return data.get_deleter() == &release; }
+bool is_foreign(const c10::DataPtr& data) {
+  static const at::DeleterFnPtr before = c10::GetDefaultCPUAllocator()->raw_deleter();
+  return data.get() != nullptr && data.get_deleter() != &release && data.get_deleter() != before;
+}
 void reset_step_peak() { g_step_peak.store(g_live.load()); }
 int64_t step_peak_bytes() { return g_step_peak.load(); }
 int64_t idle_bytes() { return arena::idle_bytes(); }

@@ -32,6 +32,9 @@ void set_rescue(RescueFn fn);  // nullptr: none
 void set_rescue_enabled(bool enabled);
 void set_soft_limit_is_hard(bool hard);  // above the soft limit: OutOfMemoryError too
 bool owns(const c10::DataPtr& data);
+// Whether the memory is neither the pool's nor that of the allocator it took the place of: an
+// array's of numpy, a file's, another process's.
+bool is_foreign(const c10::DataPtr& data);
 
 int64_t live_bytes();
 int64_t idle_bytes();      // of them, free

@@ -10,6 +10,10 @@ namespace delta {
 // Announces each op of this thread to the session that is entered, if it is one that we observe.
 at::RecordFunctionCallback observer_callback();
 
+// Announces the writes and draws of all threads, and of code under delta.disable(), to the sessions
+// that still have saved tensors to bring back.
+at::RecordFunctionCallback watcher_callback();
+
 // The session that is entered in this process, on whatever thread; null if none is.
 c10::intrusive_ptr<Session> entered_session();
 

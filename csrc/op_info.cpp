@@ -4,6 +4,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/flat_hash_map.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -59,6 +60,21 @@ const std::unordered_set<std::string>& empty_ops() {
   return names;
 }
 
+// What they return has a tensor's geometry and dtype, and nothing of its content.
+const std::unordered_set<std::string>& like_factories() {
+  static const std::unordered_set<std::string> names = {
+      "aten::zeros_like", "aten::ones_like",  "aten::full_like",
+      "aten::rand_like",  "aten::randn_like", "aten::randint_like",
+      "aten::new_zeros",  "aten::new_ones",   "aten::new_full",
+  };
+  return names;
+}
+
+// Return values that differ between two ordinary runs.
+int unrepeatable_return(const std::string& name) {
+  return name == "aten::mkldnn_rnn_layer" ? 3 : -1;  // its workspace
+}
+
 bool starts_with(const std::string& text, const char* prefix) { return text.rfind(prefix, 0) == 0; }
 
 uint64_t hash_of(const std::string& text) {  // FNV-1a
@@ -76,6 +92,67 @@ bool math_kernel(const std::string& table, const char* key) {
   }
   auto end = table.find('\n', begin + 1);
   return table.substr(begin, end - begin).find("[math kernel]") != std::string::npos;
+}
+
+bool is_collective(const std::string& name) {
+  for (const char* prefix : {"c10d::", "_c10d_functional", "fsdp::", "symm_mem::", "_dtensor::"}) {
+    if (starts_with(name, prefix)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+bool holds_tensors(const c10::TypePtr& type) {
+  if (type->kind() == c10::TypeKind::TensorType) {
+    return true;
+  }
+  const auto inside = type->containedTypes();
+  return std::any_of(inside.begin(), inside.end(), holds_tensors);
+}
+
+bool is_generator(const c10::Argument& argument) {
+  const auto& type = argument.type();
+  return type->kind() == c10::TypeKind::GeneratorType ||
+         (type->kind() == c10::TypeKind::OptionalType &&
+          type->containedTypes()[0]->kind() == c10::TypeKind::GeneratorType);
+}
+
+// Finds where a random op takes its generator, or the overload that takes one and all else alike.
+void find_generator(OpInfo& info) {
+  const auto& arguments = info.handle.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (is_generator(arguments[i])) {
+      info.generator_argument = static_cast<int>(i);
+      return;
+    }
+  }
+  for (const auto& overload : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (overload.name != info.handle.schema().name()) {
+      continue;
+    }
+    const auto handle = c10::Dispatcher::singleton().findSchema(overload);
+    if (!handle.has_value() || handle->schema().arguments().size() != arguments.size() + 1) {
+      continue;
+    }
+    const auto& longer = handle->schema().arguments();
+    int place = -1;
+    bool alike = true;
+    for (size_t i = 0, k = 0; i < longer.size() && alike; ++i) {
+      if (place < 0 && is_generator(longer[i])) {
+        place = static_cast<int>(i);
+        continue;
+      }
+      alike = k < arguments.size() && longer[i].name() == arguments[k].name() &&
+              *longer[i].type() == *arguments[k].type();
+      ++k;
+    }
+    if (alike && place >= 0) {
+      info.generator_argument = place;
+      info.with_generator = *handle;
+      return;
+    }
+  }
 }
 
 std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& handle) {
@@ -138,10 +215,26 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& handle) {
   const bool resizes = starts_with(name, "aten::resize");
   info->moves_storage =
       name == "aten::set_" || name == "aten::set_data" || (inplace_view && !resizes);
-  info->never_replay = name == "aten::resize_" || name == "aten::resize_as_" ||
-                       starts_with(name, "c10d::") || starts_with(name, "_c10d_functional") ||
-                       starts_with(name, "fsdp::");
+  info->collective = is_collective(name);
+  info->never_replay = name == "aten::resize_" || name == "aten::resize_as_" || info->collective;
+  bool reads_tensors = false;
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    reads_tensors |= holds_tensors(schema.arguments()[i].type());
+    // Their schemas say nothing of what they write.
+    if (info->collective && info->writes[i] == Write::No &&
+        holds_tensors(schema.arguments()[i].type()) && starts_with(name, "c10d::")) {
+      info->writes[i] = Write::InPlace;
+      info->any_write = true;
+      info->view_only = false;
+    }
+  }
   info->certain = starts_with(name, "aten::");
+  info->factory = info->certain && !info->any_write && !info->makes_unknown && !returns_alias &&
+                  (!reads_tensors || like_factories().count(name) > 0);
+  info->unrepeatable_return = unrepeatable_return(name);
+  if (info->random) {
+    find_generator(*info);
+  }
   info->shortcut = find_shortcut(info->name);
   info->may_save_clone = !name.empty() && name.back() == '_' && !info->writes.empty() &&
                          info->writes[0] != Write::No && name != "aten::set_";
@@ -184,6 +277,15 @@ bool autocast_applies(const OpInfo& info, c10::ArrayRef<const c10::IValue> input
 }
 
 }  // namespace
+
+const std::vector<const char*>& sabotage_names() {
+  static const std::vector<const char*> names = {
+#define DELTA_SABOTAGE_NAME(name) #name,
+      DELTA_SABOTAGES(DELTA_SABOTAGE_NAME)
+#undef DELTA_SABOTAGE_NAME
+  };
+  return names;
+}
 
 Sabotage sabotage() { return static_cast<Sabotage>(g_sabotage.load(std::memory_order_relaxed)); }
 void set_sabotage(Sabotage which) { g_sabotage.store(static_cast<int>(which)); }

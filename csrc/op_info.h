@@ -6,6 +6,7 @@
 #include <ATen/record_function.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -34,17 +35,26 @@ struct OpInfo {
   bool random = false;
   bool has_autocast_kernel = false;
   c10::DispatchKeySet autocast_keys;
-  bool view_only = false;      // returns aliases, writes nothing
+  bool view_only = false;   // returns aliases, writes nothing
+  bool factory = false;     // its results depend on no tensor's content: zeros, rand, ones_like ...
+  bool collective = false;  // other processes take part: never run again, not even to compare
   bool makes_unknown = false;  // empty and its kin: a source with unknown content
   bool moves_storage = false;  // set_, t_, squeeze_ ...: changes metadata, writes no content
   bool never_replay = false;   // resize_, collectives: what it writes or returns becomes a source
   bool certain = false;        // aten: replays bit for bit by construction; otherwise audited first
   bool any_write = false;
-  int training_argument = -1;   // batch norm: Scratch holds only where this argument is true
-  bool may_save_clone = false;  // in-place ops whose autograd saves self.clone() made inside
+  int generator_argument =
+      -1;  // where its generator goes, or goes in `with_generator`; -1: nowhere
+  std::optional<c10::OperatorHandle>
+      with_generator;            // the overload that takes one, where this does not
+  int unrepeatable_return = -1;  // differs between ordinary runs: a workspace; -1: none does
+  int training_argument = -1;    // batch norm: Scratch holds only where this argument is true
+  bool may_save_clone = false;   // in-place ops whose autograd saves self.clone() made inside
   size_t n_returns = 0;
   const Shortcut* shortcut = nullptr;  // a cheaper way to run it again on the CPU
   std::vector<Write> writes;           // one per argument
+
+  bool takes_generator() const { return generator_argument >= 0; }
 
   Write write_of(size_t argument) const {
     return argument < writes.size() ? writes[argument] : Write::No;
@@ -68,20 +78,42 @@ inline uint64_t mix(uint64_t h, uint64_t v) {
   return h ^ (h >> 32);
 }
 
-// Sabotage switches, for the tests that prove that the tests can fail.
+// Sabotage switches, for the tests that prove that the tests can fail. Each breaks one rule.
+#define DELTA_SABOTAGES(X)                                                                  \
+  X(None)                                                                                   \
+  X(NoRngRestore)                                                                           \
+  X(EmptyAsOp)                                                                              \
+  X(InplaceWithoutCopy)                                                                     \
+  X(WrappedNumberLost)                                                                      \
+  X(PreWriteValue) /* in-place ops are left out at replay */                                \
+  X(NoCloneOnWrite)                                                                         \
+  X(WrongShortcut)                                                                          \
+  X(NoOrderOut)            /* memory is freed while a side stream may still read it */      \
+  X(NoOrderIn)             /* memory is used before a side stream has filled it */          \
+  X(NoOrderSide)           /* a side stream does not wait for what compute has queued */    \
+  X(SharedGenerator)       /* random ops are replayed with the program's own generator */   \
+  X(ModesUnseen)           /* ops under a dispatch mode are taken for ordinary ones */      \
+  X(SubclassesUnseen)      /* and so are ops on tensors of a class of their own */          \
+  X(FactoryContentTrusted) /* what zeros() made is zeros for ever */                        \
+  X(RawWritesUnseen)       /* apply_, storage methods, numpy views of a tensor's memory */  \
+  X(ForeignMemoryTrusted)  /* memory that others may write to is a source like any other */ \
+  X(AliasVersionsUnseen)   /* no version check where aliases count their own versions */    \
+  X(CollectivesUnseen)     /* collectives write only what their schema says: nothing */     \
+  X(NumericContextLost)    /* flags that change numbers are not put back for a replay */    \
+  X(ResizesUnseen)         /* a storage that was resized or re-pointed is the same one */   \
+  X(CoverageByCount)       /* as many elements as the storage has: all of it */             \
+  X(FreshVersionCounter)   /* unpacked tensors have a version counter of their own */       \
+  X(OtherThreadsUnseen)    /* writes of other threads, and under delta.disable() */         \
+  X(AuditedForEver)        /* an op that was compared once is never compared again */       \
+  X(ReplayOnAnyThread)     /* ops are run again on whatever thread asks */                  \
+  X(PythonRandomMoves)     /* ops in Python may move Python's and numpy's generators */
+
 enum class Sabotage : int {
-  None = 0,
-  NoRngRestore = 1,
-  EmptyAsOp = 2,
-  InplaceWithoutCopy = 3,
-  WrappedNumberLost = 4,
-  PreWriteValue = 5,  // in-place ops are left out at replay
-  NoCloneOnWrite = 6,
-  WrongShortcut = 7,
-  NoOrderOut = 8,    // memory is freed while a side stream may still read it
-  NoOrderIn = 9,     // memory is used before a side stream has filled it
-  NoOrderSide = 10,  // a side stream does not wait for what compute has queued
+#define DELTA_SABOTAGE_VALUE(name) name,
+  DELTA_SABOTAGES(DELTA_SABOTAGE_VALUE)
+#undef DELTA_SABOTAGE_VALUE
 };
+const std::vector<const char*>& sabotage_names();  // by number
 Sabotage sabotage();
 void set_sabotage(Sabotage which);
 

@@ -1,9 +1,9 @@
 // The observer of atomic ops: boundaries, watermarks and seconds always; values, versions and
 // recipes while taping (forward, or backward with grad mode on).
 #include <ATen/Context.h>
-#include <ATen/Parallel.h>
 #include <ATen/record_function.h>
-#include <c10/core/DefaultDtype.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -11,6 +11,7 @@
 
 #include "cpu_pool.h"
 #include "observer.h"
+#include "replay_thread.h"
 #include "session.h"
 
 namespace delta {
@@ -25,6 +26,29 @@ bool opaque_region(const char* name) {
   }
   return std::strncmp(name, "Torch-Compiled Region", 21) == 0 ||
          std::strcmp(name, "CompiledFunction") == 0;
+}
+
+// Note: ops that Python handles
+// Under a dispatch mode, and on tensors of a class with __torch_dispatch__, the op that is
+// announced is not the one that computes: Python decides what to call instead, and calls it below.
+// So such an op is transparent, and what it calls is recorded. A mode of torch's own that computes
+// nothing (FakeTensor) is left alone: there is nothing to record below it.
+bool python_handles(c10::ArrayRef<const c10::IValue> inputs) {
+  if (c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) {
+    return false;
+  }
+  if (c10::impl::TorchDispatchModeTLS::any_modes_set(/*skip_infra_modes=*/true) &&
+      sabotage() != Sabotage::ModesUnseen) {
+    return true;
+  }
+  bool found = false;
+  for (const auto& x : inputs) {
+    for_each_tensor(x, [&](const at::Tensor& t, int) {
+      found |= t.defined() && t.key_set().has(c10::DispatchKey::Python);
+    });
+  }
+  return found && !c10::impl::TorchDispatchModeTLS::any_modes_set() &&
+         sabotage() != Sabotage::SubclassesUnseen;
 }
 
 std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& fn) {
@@ -50,7 +74,8 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& fn) {
     ts.open.region = true;
   } else {
     auto inputs = fn.inputs();
-    if (info->view_only || is_transparent(*info, inputs, session->options_.device.is_cpu())) {
+    if (info->view_only || is_transparent(*info, inputs, session->options_.device.is_cpu()) ||
+        python_handles(inputs)) {
       return nullptr;
     }
     ts.depth = 1;  // ops of the Python that may be asked below are not observed
@@ -88,6 +113,60 @@ void on_end(const at::RecordFunction& fn, at::ObserverContext* context) {
   }
 }
 
+// Whether the recorder itself follows this thread: backward's threads inherit its callback.
+bool recorder_follows() {
+  if (thread_state().session != nullptr) {
+    return true;
+  }
+  for (const auto& each : at::get_record_function_tls_().sorted_tls_callbacks_) {
+    if (each.callback_.start() == &on_start) {
+      return true;
+    }
+  }
+  return false;
+}
+
+struct Drawing : at::ObserverContext, Pooled<Drawing> {};
+
+std::unique_ptr<at::ObserverContext> watch_start(const at::RecordFunction& fn) {
+  if (thread_state().replaying || recorder_follows() ||
+      sabotage() == Sabotage::OtherThreadsUnseen) {
+    return nullptr;
+  }
+  OpInfo* info = op_info(fn);
+  if (info == nullptr) {
+    return nullptr;
+  }
+  const auto inputs = fn.inputs();
+  if (info->any_write && !info->moves_storage) {
+    try {
+      for (const auto& session : watching_sessions()) {
+        session->note_foreign_writes(*info, inputs);
+      }
+    } catch (
+        const std::exception&) {  // a callback must not throw; no room for a copy is said later
+    }
+  }
+  if (!info->random) {
+    return nullptr;
+  }
+  bool from_default = true;
+  for (const auto& x : inputs) {
+    if (x.isGenerator()) {
+      const auto generator = x.toGenerator();
+      from_default = generator == at::globalContext().defaultGenerator(generator.device());
+    }
+  }
+  stranger_draws().begin(from_default);
+  return std::make_unique<Drawing>();
+}
+
+void watch_end(const at::RecordFunction&, at::ObserverContext* context) {
+  if (context != nullptr) {
+    stranger_draws().end();
+  }
+}
+
 at::CallbackHandle g_bare = 0;
 std::unique_ptr<at::ObserverContext> bare_start(const at::RecordFunction&) { return nullptr; }
 void bare_end(const at::RecordFunction&, at::ObserverContext*) {}
@@ -116,29 +195,18 @@ bool is_training(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs) {
   return !x.isBool() || x.toBool();
 }
 
-void keep_random_state(OpRecord& record, at::Generator generator) {
-  std::lock_guard<std::mutex> lock(generator.mutex());
-  record.random_states.emplace_back(generator, generator.get_state());
-}
-
-// What surrounds the op that is about to run. Reads states of generators, which allocates.
+// What surrounds the op that is about to run. Copies generators, which allocates.
 c10::intrusive_ptr<OpRecord> new_record(OpInfo* info, c10::ArrayRef<const c10::IValue> inputs,
                                         c10::Device device) {
   auto record = c10::make_intrusive<OpRecord>();
   record->info = info;
   record->grad_mode = at::GradMode::is_enabled();
-  record->threads = at::get_num_threads();
-  record->default_dtype = c10::get_default_dtype_as_scalartype();
+  record->numbers = NumericContext::now(device.type());
+  record->thread = thread_serial();
   record->device = device;
+  record->uncertain_behind = !info->certain;
   if (info->random || !info->certain) {  // what is not certain may draw without saying so
-    for (const auto& x : inputs) {
-      if (x.isGenerator()) {
-        keep_random_state(*record, x.toGenerator());
-      }
-    }
-    if (record->random_states.empty()) {
-      keep_random_state(*record, at::globalContext().defaultGenerator(device));
-    }
+    record->draws = copy_generators(*info, inputs, device);
   }
   return record;
 }
@@ -169,11 +237,26 @@ class Taper {
         record_.arguments.emplace_back(list<std::optional<at::Tensor>>(i, x.toListRef()));
       } else {
         record_.arguments.push_back(x);
+        if (record_.info->collective && x.isList()) {
+          list_of_lists(i, x.toListRef());
+        }
       }
     }
+    open_.depth = depth_ + 1;
   }
 
  private:
+  // Of collectives, which are never run again: only what they write matters.
+  void list_of_lists(size_t argument, c10::ArrayRef<c10::IValue> lists) {
+    for (const auto& each : lists) {
+      for_each_tensor(each, [&](const at::Tensor& t, int) {
+        if (t.defined()) {
+          tensor(argument, -1, t);
+        }
+      });
+    }
+  }
+
   // The list with what was taken as a value left out.
   template <class T>
   c10::List<T> list(size_t argument, c10::ArrayRef<c10::IValue> elements) {
@@ -193,7 +276,7 @@ class Taper {
   // Returns false for a tensor that stays in the arguments itself.
   bool tensor(size_t argument, int index, const at::Tensor& t) {
     if (!is_plain(t) || t.device() != session_.options_.device) {
-      record_.keeps_objects |= t.defined();
+      keep(t);
       return false;
     }
     auto* impl = t.unsafeGetTensorImpl();
@@ -205,20 +288,48 @@ class Taper {
     }
     Page* page = session_.page_of(t);
     const Write write = write_of(argument, t, *page);
+    const bool reads = write != Write::Overwrite && write != Write::Scratch;
+    if (reads && (page->current->watched || page->unguarded)) {
+      session_.check_content(*page, t);
+    }
     if (write != Write::No) {
       page->being_written = true;
       const bool inference = impl->is_inference();
       open_.written.push_back({page, inference ? c10::VariableVersion() : impl->version_counter(),
-                               !inference, static_cast<int16_t>(argument),
-                               static_cast<int16_t>(index)});
+                               !inference, t.requires_grad(), static_cast<int16_t>(argument),
+                               index});
       if (session_.needs_clone(*page)) {
         to_clone_.push_back(page->current);
       }
+      if (page->unguarded) {
+        session_.before_write_of_others(*page, to_clone_);
+      }
     }
+    Value& value = *page->current;
+    if (page->unguarded && value.watched && !value.producer && !value.anchor &&
+        page->bytes <= kMostCopiedBytes) {
+      to_clone_.push_back(page->current);  // a copy now is cheaper than an error later
+    }
+    if (reads && page->tickets == 0) {
+      depth_ = std::max(depth_, value.depth);
+    }
+    record_.uncertain_behind |= value.producer && value.producer->uncertain_behind;
     open_.inputs.push_back(c10::intrusive_ptr<Page>::reclaim_copy(page));
-    record_.inputs.push_back({page->current, ViewSpec::of(t), static_cast<int16_t>(argument),
-                              static_cast<int16_t>(index), write});
+    record_.inputs.push_back(
+        {page->current, ViewSpec::of(t), static_cast<int16_t>(argument), index, write});
     return true;
+  }
+
+  // A tensor that stays among the arguments is not anchored: its version says whether it is the
+  // same.
+  void keep(const at::Tensor& t) {
+    if (!t.defined()) {
+      return;
+    }
+    record_.keeps_objects = true;
+    if (version_of(t) >= 0) {
+      record_.kept_versions.emplace_back().take(t.unsafeGetTensorImpl()->version_counter());
+    }
   }
 
   Write write_of(size_t argument, const at::Tensor& t, const Page& page) const {
@@ -230,12 +341,20 @@ class Taper {
     if (write == Write::Scratch && !side_writes_hold_) {
       return Write::No;
     }
-    if (write == Write::Overwrite &&
-        !(t.storage_offset() == 0 &&
-          page.bytes <= t.numel() * static_cast<int64_t>(t.itemsize()))) {
+    if (write == Write::Overwrite && !covers(t, page)) {
       return Write::InPlace;  // a part of the storage keeps its old content
     }
+    if (info.collective && sabotage() == Sabotage::CollectivesUnseen) {
+      return Write::No;
+    }
     return write;
+  }
+
+  // Whether the tensor's elements are all of the storage, each once.
+  static bool covers(const at::Tensor& t, const Page& page) {
+    return t.storage_offset() == 0 &&
+           (t.is_non_overlapping_and_dense() || sabotage() == Sabotage::CoverageByCount) &&
+           page.bytes <= t.numel() * static_cast<int64_t>(t.itemsize());
   }
 
   Session& session_;
@@ -243,12 +362,19 @@ class Taper {
   OpRecord& record_;
   bool side_writes_hold_;
   ToClone& to_clone_;
+  int32_t depth_ = 0;
 };
 
 }  // namespace
 
 at::RecordFunctionCallback observer_callback() {
   return with_tensors(at::RecordFunctionCallback(on_start, on_end));
+}
+
+at::RecordFunctionCallback watcher_callback() {
+  return std::move(at::RecordFunctionCallback(watch_start, watch_end)
+                       .needsInputs(true)
+                       .scopes({at::RecordScope::FUNCTION}));
 }
 
 void enter_bare_observer() {
@@ -299,6 +425,9 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
     phase_ = Phase::Forward;
     boundary_(0);
   }
+  if (events_.size() >= kMostEvents && drain_) {
+    drain_(0);
+  }
   phase_ = in_backward ? Phase::Backward : Phase::Forward;
   ++tick_;
   ++counters_.ops;
@@ -315,6 +444,7 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
   }
   c10::intrusive_ptr<OpRecord> record;
   if (taping) {
+    open.strangers = stranger_draws().mark();
     record = new_record(info, inputs, options_.device);
   }
 
@@ -346,6 +476,7 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
     }
     if (record) {
       fingerprint_ = mix(fingerprint_, signature);
+      sequence_ = mix(sequence_, info->name_hash);
       if (!info->certain) {  // an audit at p=0 says nothing of p=0.1
         fingerprint_ = mix_numbers(fingerprint_, inputs);
       }
@@ -353,17 +484,7 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
     } else if (info->any_write && !info->moves_storage) {
       // Backward and optimizers write what we do not manage. A page that we do manage is kept from
       // here on: its content is not known any more.
-      for (size_t i = 0; i < inputs.size(); ++i) {
-        if (info->write_of(i) == Write::No || info->write_of(i) == Write::Scratch) {
-          continue;
-        }
-        for_each_tensor(inputs[i], [&](const at::Tensor& t, int) {
-          Page* page = is_plain(t) ? find_page(storage_of(t)) : nullptr;
-          if (page != nullptr) {
-            before_write(*page, t, to_clone);
-          }
-        });
-      }
+      note_writes(*info, inputs, to_clone);
     }
   }
   open.record = std::move(record);
@@ -390,6 +511,43 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
   }
 }
 
+// An op that the recorder does not follow is about to write.
+void Session::note_foreign_writes(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs) {
+  ToClone to_clone;
+  {
+    Guard guard(*this);
+    note_writes(info, inputs, to_clone);
+  }
+  if (!to_clone.empty()) {
+    clone_sources(to_clone);
+  }
+}
+
+// An op that is not taped is about to write. Under the lock.
+void Session::note_writes(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs,
+                          ToClone& to_clone) {
+  const auto note = [&](const at::Tensor& t, int) {
+    Page* page = is_plain(t) ? find_page(storage_of(t)) : nullptr;
+    if (page != nullptr) {
+      before_write(*page, t, to_clone);
+    }
+  };
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (info.write_of(i) == Write::No || info.write_of(i) == Write::Scratch ||
+        (info.collective && sabotage() == Sabotage::CollectivesUnseen)) {
+      continue;
+    }
+    for_each_tensor(inputs[i], note);
+    if (info.collective && inputs[i].isList()) {
+      for (const auto& each : inputs[i].toListRef()) {
+        if (each.isList()) {
+          for_each_tensor(each, note);
+        }
+      }
+    }
+  }
+}
+
 LoggedOp Session::new_row(const OpInfo& info) {
   LoggedOp row{};
   row.name_hash = info.name_hash;
@@ -413,6 +571,13 @@ void Session::log_inputs(LoggedOp& row, const OpRecord& record) {
 
 void Session::log_begin(OpenOp& open, c10::ArrayRef<const c10::IValue> inputs) {
   Guard guard(*this);
+  // A loop without backward has no steps: what it does is not worth remembering.
+  const bool saves = counters_.packs > packs_before_step_;
+  if (log_ops_.size() >= (saves ? kMostLoggedOps : kMostLoggedOpsWithoutSaves)) {
+    logging_ = false;
+    forget_log();
+    return;
+  }
   LoggedOp row = new_row(*open.info);
   if (open.record) {
     row.fingerprint = fingerprint_;
@@ -454,6 +619,10 @@ void Session::end_op(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs) 
     boundary_peak_bytes_ = std::max(boundary_peak_bytes_, most);
   }
   const bool threw = outputs.empty() && info.n_returns > 0;
+  const int32_t threads = open.record ? omp_threads() : 0;  // as the op itself may have set them
+  if (open.record && !open.record->draws.empty()) {
+    note_draws(open);
+  }
 
   Guard guard(*this);
   if (open.facts < op_facts_.size()) {  // else the table was cleared under the op
@@ -489,6 +658,7 @@ void Session::end_op(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs) 
     OpRecord& record = *open.record;
     record.seconds = static_cast<float>(seconds);
     record.watermark_bytes = watermark;
+    record.numbers.threads = threads;
     const bool unknown =
         (info.makes_unknown && sabotage() != Sabotage::EmptyAsOp) || info.never_replay || threw;
     if (!open.written.empty()) {
@@ -504,8 +674,8 @@ void Session::end_op(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs) 
     }
     if (info.moves_storage) {
       for (auto& page : open.inputs) {
-        page->version_known = false;
-        page->current->version = -1;
+        page->versions.clear();
+        page->current->versions.clear();
       }
     }
     if (!open.pending.empty()) {
@@ -517,6 +687,19 @@ void Session::end_op(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs) 
     }
   }
   open.clear();  // under the lock: records may die here
+}
+
+// What the op drew, and whether another thread may have drawn from the same generator meanwhile.
+void Session::note_draws(OpenOp& open) {
+  OpRecord& record = *open.record;
+  note_drawn(*record.info, record.draws);
+  const auto& strangers = stranger_draws();
+  const bool disturbed =
+      strangers.since(open.strangers) ||
+      (!record.info->takes_generator() && strangers.from_default() != stranger_draws_before_);
+  if (!record.draws.empty() && disturbed && sabotage() != Sabotage::SharedGenerator) {
+    record.repeats = false;
+  }
 }
 
 // The largest demand that no eviction can lessen: what the op needs beside all that is not managed.
@@ -542,10 +725,11 @@ c10::intrusive_ptr<Value> Session::new_value(OpenOp& open, bool unknown, int64_t
   auto& outputs = open.record->outputs;
   value->key = next_key_++;
   value->fingerprint = fingerprint_;
+  value->sequence = sequence_;
+  value->depth = open.depth;
   value->producer = open.record;
   value->output = static_cast<int32_t>(outputs.size());
-  outputs.push_back({value.get(), bytes, static_cast<int16_t>(position),
-                     static_cast<int16_t>(index), is_argument});
+  outputs.push_back({value.get(), bytes, static_cast<int16_t>(position), index, is_argument});
   if (open.log_index >= 0) {
     log_outputs_.push_back({value->key, bytes});
   }
@@ -565,7 +749,7 @@ void Session::take_written(OpenOp& open, bool unknown) {
     if (!storage) {
       continue;
     }
-    page.bytes = static_cast<int64_t>(storage->nbytes());
+    page.look_at(*storage);
     if (open.info->write_of(static_cast<size_t>(w.argument)) == Write::Scratch) {
       // Statistics written on the side are never made again: a source from here on.
       auto value = c10::make_intrusive<Value>();
@@ -573,11 +757,15 @@ void Session::take_written(OpenOp& open, bool unknown) {
       value->input = true;
       page.set_current(std::move(value));
     } else {
-      page.set_current(new_value(open, unknown, page.bytes, true, w.argument, w.index));
+      const bool too_deep = open.depth > kMostDepth && !w.requires_grad;
+      open.depth = w.requires_grad ? 0 : open.depth;
+      page.set_current(new_value(open, unknown || too_deep, page.bytes, true, w.argument, w.index));
     }
-    page.version_known = false;
     if (w.has_counter) {
       page.take_version(w.counter);
+    }
+    if (page.unguarded) {
+      watch(*page.current, page.data, page.bytes);
     }
     if (page.tickets > 0) {
       attach_plan(page);
@@ -594,8 +782,9 @@ void Session::take_returned(OpenOp& open, bool unknown, int position, int index,
   auto* storage = storage_of(t);
   for (auto& page : open.inputs) {
     if (page->weak._unsafe_get_target() == storage) {
-      // An alias without annotation has a version counter of its own.
-      page->many_counters |= !open.info->any_write;
+      if (version_of(t) >= 0) {  // an alias without annotation counts its own writes
+        page->take_version(t.unsafeGetTensorImpl()->version_counter());
+      }
       return;
     }
   }
@@ -606,8 +795,15 @@ void Session::take_returned(OpenOp& open, bool unknown, int position, int index,
   entry->second = c10::make_intrusive<Page>(t.storage().getWeakStorageImpl());
   Page& page = *entry->second;
   note_stream(page);
-  page.bytes = static_cast<int64_t>(storage->nbytes());
-  page.set_current(new_value(open, unknown, page.bytes, false, position, index));
+  page.look_at(*storage);
+  if (t.requires_grad()) {
+    open.depth = 0;  // autograd's own graph holds more than the records of it
+  }
+  page.set_current(
+      new_value(open, unknown || open.depth > kMostDepth, page.bytes, false, position, index));
+  if (open.info->factory && sabotage() != Sabotage::FactoryContentTrusted) {
+    watch(*page.current, page.data, page.bytes);
+  }
   if (version_of(t) >= 0) {
     page.take_version(t.unsafeGetTensorImpl()->version_counter());
   }
@@ -645,8 +841,9 @@ Page* Session::take_saved_clone(OpenOp& open, const Ticket& ticket) {
   clone->arguments.emplace_back();
   clone->inputs.push_back(record.inputs[0]);
   clone->inputs[0].write = Write::No;
-  clone->threads = record.threads;
-  clone->default_dtype = record.default_dtype;
+  clone->numbers = record.numbers;
+  clone->thread = record.thread;
+  clone->uncertain_behind = record.uncertain_behind;
   clone->device = record.device;
   clone->seconds = record.seconds;
   clone->watermark_bytes = bytes;
@@ -654,6 +851,8 @@ Page* Session::take_saved_clone(OpenOp& open, const Ticket& ticket) {
   value->bytes = bytes;
   value->key = next_key_++;
   value->fingerprint = mix(fingerprint_, 77);
+  value->sequence = mix(sequence_, 77);
+  value->depth = open.depth;
   value->producer = clone;
   value->output = 0;
   clone->outputs.push_back({value.get(), bytes, 0, -1, false});
@@ -671,7 +870,7 @@ Page* Session::take_saved_clone(OpenOp& open, const Ticket& ticket) {
   }
   auto page = c10::make_intrusive<Page>(storage.getWeakStorageImpl());
   note_stream(*page);
-  page->bytes = bytes;
+  page->look_at(*storage.unsafeGetStorageImpl());
   page->set_current(std::move(value));
   return pages_.emplace(storage_of(ticket.kept), std::move(page)).first->second.get();
 }

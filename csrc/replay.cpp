@@ -7,20 +7,18 @@
 //     them.
 //  2. Each op of the plan runs once. What it makes and what has tickets is installed in its page,
 //     the rest goes after its last use in the plan.
-//  3. Ops run below autograd and without autocast, with the generator's state, thread count,
-//     default dtype and grad mode that they were recorded with; all of that is put back afterwards,
-//     also when an op throws.
+//  3. Ops run below autograd and without autocast, with the random numbers, flags, thread count,
+//     default dtype and grad mode that they were recorded with (random_draws.h, numeric_context.h);
+//     all of that is put back afterwards, also when an op throws.
 //  4. In-place ops run on copies, unless the plan itself made the buffer and nothing else needs it.
 //  5. Room is made before each op; that only ever frees, it never starts another rebuild.
 #include "replay.h"
 #include "errors.h"
 
 #include <ATen/Functions.h>
-#include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/record_function.h>
-#include <c10/core/DefaultDtype.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
@@ -28,6 +26,8 @@
 #include <functional>
 
 #include "cpu_pool.h"
+#include "python_random.h"
+#include "replay_thread.h"
 #include "session.h"
 #include "shortcuts.h"
 #include "stream_lane.h"
@@ -46,6 +46,7 @@ using PagePtrs = std::vector<c10::intrusive_ptr<Page>>;
 
 struct Plan {
   std::vector<c10::intrusive_ptr<OpRecord>> ops;
+  std::vector<uint64_t> shortcuts;  // keys of those that were taken
   ska::flat_hash_map<Value*, Slot> slots;
 };
 
@@ -98,58 +99,22 @@ bool same_bytes(const c10::Storage& a, const c10::Storage& b) {
 class RecordedContext {
  public:
   explicit RecordedContext(const OpRecord& op)
-      : op_(op),
-        below_autograd_(op.info->has_backend_kernel),
-        threads_(at::get_num_threads()),
-        dtype_(c10::get_default_dtype()),
-        grad_(below_autograd_ ? op.grad_mode : false) {
-    if (below_autograd_) {
+      : numbers_(sabotage() == Sabotage::NumericContextLost ? NumericContext::now(op.device.type())
+                                                            : op.numbers,
+                 op.device.type()),
+        grad_(op.info->has_backend_kernel && op.grad_mode) {
+    if (op.info->has_backend_kernel) {
       below_.emplace();
-    }
-    if (threads_ != op.threads) {
-      at::set_num_threads(op.threads);
-    }
-    if (c10::typeMetaToScalarType(dtype_) != op.default_dtype) {
-      c10::set_default_dtype(c10::scalarTypeToTypeMeta(op.default_dtype));
-    }
-    for (const auto& [generator, state] : op.random_states) {
-      auto g = generator;
-      std::lock_guard<std::mutex> lock(g.mutex());
-      states_.push_back(g.get_state());
-      if (sabotage() != Sabotage::NoRngRestore) {
-        g.set_state(state);
-      }
-    }
-  }
-  ~RecordedContext() {
-    size_t i = 0;
-    for (const auto& entry : op_.random_states) {
-      if (i >= states_.size()) {
-        break;
-      }
-      auto g = entry.first;
-      std::lock_guard<std::mutex> lock(g.mutex());
-      g.set_state(states_[i++]);
-    }
-    if (threads_ != op_.threads) {
-      at::set_num_threads(threads_);
-    }
-    if (c10::typeMetaToScalarType(dtype_) != op_.default_dtype) {
-      c10::set_default_dtype(dtype_);
     }
   }
   RecordedContext(const RecordedContext&) = delete;
   RecordedContext& operator=(const RecordedContext&) = delete;
 
  private:
-  const OpRecord& op_;
-  bool below_autograd_;
-  int threads_;
-  caffe2::TypeMeta dtype_;
+  NumericContextGuard numbers_;
   Quiet quiet_;
   at::AutoGradMode grad_;
   std::optional<at::AutoDispatchBelowADInplaceOrView> below_;
-  std::vector<at::Tensor> states_;
 };
 
 const at::Tensor element(const c10::IValue& x, int index) {
@@ -299,14 +264,29 @@ std::vector<c10::Storage> run(OpRecord& op, Plan& plan, Way& way) {
     }
   }
   if (inputs.empty() || sabotage() != Sabotage::PreWriteValue) {
-    RecordedContext context(op);
-    if (way.shortcut != nullptr && !(way.shortcut->applies(stack) && way.shortcut->proven(stack))) {
-      way.shortcut = nullptr;
-    }
-    if (way.shortcut != nullptr) {
-      way.shortcut->run(stack, way.given);
+    const auto call = [&] {
+      RecordedContext context(op);
+      if (way.shortcut != nullptr && op.info->takes_generator() && !op.draws.empty()) {
+        stack[static_cast<size_t>(op.info->generator_argument)] = op.draws.front().before.clone();
+      }
+      if (way.shortcut != nullptr &&
+          !(way.shortcut->applies(stack) && way.shortcut->proven(stack))) {
+        way.shortcut = nullptr;
+      }
+      if (way.shortcut != nullptr) {
+        way.shortcut->run(stack, way.given);
+        return;
+      }
+      PythonRandomGuard python(op);
+      run_with_draws(*op.info, op.draws, stack);
+    };
+    // On an accelerator the streams of the calling thread order what runs.
+    const bool here = !op.device.is_cpu() || op.thread == thread_serial() ||
+                      sabotage() == Sabotage::ReplayOnAnyThread;
+    if (here) {
+      call();
     } else {
-      op.info->handle.callBoxed(&stack);
+      run_on_replay_thread(op.numbers.threads, call);
     }
   } else {
     stack.assign(op.info->n_returns, c10::IValue());  // the in-place op is left out
@@ -354,18 +334,16 @@ std::vector<c10::Storage> make(Session& session, OpRecord& op, Plan& plan, doubl
     }
     seconds = seconds_since(begin);
     Session::Guard guard(session);
-    session.counters_.shortcuts += way.shortcut != nullptr ? 1 : 0;
+    if (way.shortcut != nullptr) {
+      ++session.counters_.shortcuts;
+      plan.shortcuts.push_back(way.key);
+    }
     return made;
   }
   // One after the other, and hashes compared, so that it needs no more room than the op itself.
-  struct Hash {
-    uint64_t words[2] = {0, 0};
-  };
-  std::vector<Hash> hashes(op.outputs.size());
+  std::vector<Hash128> hashes(op.outputs.size());
   const auto hash_of = [](const c10::Storage& storage) {
-    Hash hash;
-    hash_bytes(storage.data(), static_cast<int64_t>(storage.nbytes()), hash.words);
-    return hash;
+    return delta::hash_of(storage.data(), static_cast<int64_t>(storage.nbytes()));
   };
   std::vector<bool> compared(op.outputs.size());
   bool holds = false;
@@ -393,8 +371,8 @@ std::vector<c10::Storage> make(Session& session, OpRecord& op, Plan& plan, doubl
   seconds = seconds_since(begin);
   for (size_t i = 0; i < made.size(); ++i) {
     if (compared[i]) {
-      const Hash hash = hash_of(made[i]);
-      holds &= std::memcmp(hash.words, hashes[i].words, sizeof(hash.words)) == 0;
+      const Hash128 hash = hash_of(made[i]);
+      holds &= hash == hashes[i];
     }
   }
   if (holds) {
@@ -424,16 +402,15 @@ void make_plan(Session& session, Value& root, Plan& plan, PagePtrs& wanted) {
     }
     Slot slot;
     slot.value = c10::intrusive_ptr<Value>::reclaim_copy(&v);
-    if (v.anchor) {
-      if (!v.readable()) {
+    if (v.anchor && &v != &root) {
+      if (!v.readable() || !session.holds(v, *v.anchor.unsafeGetStorageImpl())) {
+        session.taint(v);
         throw InplaceModificationError(
             "delta_runtime: a tensor that recomputation needs was changed in place outside of what "
             "the runtime sees "
-            "(an optimizer step or a write under another thread, between forward and backward). "
-            "Expected version " +
-            std::to_string(v.version) + ", found " +
-            std::to_string(v.version_counter.current_version()) +
-            ". Run backward before changing it, or run the writing code inside the runtime.");
+            "(an optimizer step or a write under another thread, between forward and backward). " +
+            v.versions.text() +
+            "Run backward before changing it, or run the writing code inside the runtime.");
       }
       slot.storage = v.anchor;
     } else if (&v != &root) {
@@ -518,6 +495,7 @@ void Session::rehome(Page& page, const c10::Storage& storage) {
   thread_trash().take(std::move(page.strong));
   page.strong = storage;
   page.weak = storage.getWeakStorageImpl();
+  page.look_at(*storage.unsafeGetStorageImpl());
   page.last_use = tick_;
   page.stream = current_stream_id(options_.device);
   page.many_streams = false;
@@ -529,18 +507,14 @@ void Session::rehome(Page& page, const c10::Storage& storage) {
 
 namespace {
 
+// Thrown where what was made again differs from what went.
+struct Different {
+  Page* page;
+};
+
 void install(Session& session, Page& page, const c10::Storage& storage, double seconds) {
-  if (page.hashed) {
-    uint64_t hash[2];
-    hash_bytes(storage.data(), page.bytes, hash);
-    if (hash[0] != page.hash[0] || hash[1] != page.hash[1]) {
-      throw RecomputeMismatchError(
-          "delta_runtime: the rebuilt value of " + page.current->producer->info->name + " (" +
-          std::to_string(page.bytes) +
-          " bytes) differs from the one that was dropped. The op does not repeat bit for "
-          "bit; keep it with policy=\"off\" and report it.");
-    }
-    page.hashed = false;
+  if (!session.is_as_it_went(page, storage, /*copied=*/false)) {
+    throw Different{&page};
   }
   session.rehome(page, storage);
   page.residency = Residency::Resident;
@@ -661,39 +635,66 @@ void pin(Session& session, PagePtrs& pages, Pins& pins) {
 }  // namespace
 
 c10::Storage Session::rebuild(Page& page) {
-  if (c10::Storage storage = bring_back(page)) {
-    return storage;
-  }
   Plan plan;
   Pins pins;
   c10::intrusive_ptr<Value> root;
-  try {
-    for (;;) {
+  for (bool retried = false;;) {
+    if (c10::Storage storage = bring_back(page)) {
+      discard(*this, plan, &root);
+      return storage;
+    }
+    try {
       PagePtrs wanted;
       {
         Guard guard(*this);
         if (page.residency != Residency::Dropped) {
-          guard.unlock();  // somebody else made it, and it may have been swapped out again
-          discard(*this, plan, &root);
-          return rebuild(page);
+          continue;  // somebody else made it, and it may have been swapped out again
         }
         root = page.current;
         make_plan(*this, *root, plan, wanted);
       }
-      if (wanted.empty()) {
-        break;
+      if (!wanted.empty()) {
+        discard(*this, plan);
+        pin(*this, wanted, pins);
+        continue;
       }
-      discard(*this, plan);
-      pin(*this, wanted, pins);
+      execute(*this, plan, *root, /*installs=*/true);
+      c10::Storage result = plan.slots.at(root.get()).storage;
+      discard(*this, plan, &root);
+      return result;
+    } catch (const Different& different) {
+      Guard guard(*this);
+      ++counters_.mismatches;
+      if (!retried && !plan.shortcuts.empty()) {
+        retried = true;  // without them
+        for (const uint64_t key : plan.shortcuts) {
+          shortcut_holds_[key] = false;
+          ++counters_.shortcut_failures;
+        }
+        plan.shortcuts.clear();
+        guard.unlock();
+        discard(*this, plan, &root);
+        guard.lock();
+        continue;
+      }
+      const std::string text = mismatch_text(*different.page, plan.ops);
+      lose_trust(plan.ops);
+      guard.unlock();
+      discard(*this, plan, &root);
+      throw RecomputeMismatchError(text);
+    } catch (const RecomputeMismatchError&) {  // an op says itself that it did not repeat
+      {
+        Guard guard(*this);
+        ++counters_.mismatches;
+        lose_trust(plan.ops);
+      }
+      discard(*this, plan, &root);
+      throw;
+    } catch (...) {
+      discard(*this, plan, &root);
+      throw;
     }
-    execute(*this, plan, *root, /*installs=*/true);
-  } catch (...) {
-    discard(*this, plan, &root);
-    throw;
   }
-  c10::Storage result = plan.slots.at(root.get()).storage;
-  discard(*this, plan, &root);
-  return result;
 }
 
 // Makes the value of a resident page again and compares, bit by bit, it and whatever else is there
@@ -713,7 +714,7 @@ bool Session::audit(Page& page) {
   bool equal = false;
   std::vector<Verdict> verdicts;
   const auto inspect = [&](const OpRecord& op, const std::vector<c10::Storage>& made) {
-    if (op.info->certain) {
+    if (is_certain(op)) {
       return;
     }
     for (size_t i = 0; i < made.size(); ++i) {

@@ -213,7 +213,12 @@ at::Tensor Session::unpack(Ticket& ticket) {
   if (audit_now) {
     audit(page);
   }
-  return ticket.view.over(storage, options_.device);
+  at::Tensor t = ticket.view.over(storage, options_.device);
+  if (ticket.version >= 0 && sabotage() != Sabotage::FreshVersionCounter) {
+    // Whoever writes to it is counted with all others who hold this tensor.
+    t.unsafeGetTensorImpl()->set_version_counter(ticket.version_counter);
+  }
+  return t;
 }
 
 void Session::release(Ticket& ticket) {
@@ -277,6 +282,7 @@ void Session::release(Ticket& ticket) {
   }
   if (last) {
     forget_past();  // no step will come to let the anchors go
+    end_watch();
   }
 }
 

@@ -20,6 +20,17 @@ constexpr size_t kMostFacts = 1 << 18;
 std::mutex g_entered_mutex;
 c10::intrusive_ptr<Session> g_entered;
 
+// Sessions that are entered, or have tensors saved, and the one watcher for all of them.
+struct Watch {
+  std::mutex mutex;
+  std::vector<c10::intrusive_ptr<Session>> sessions;
+  at::CallbackHandle handle = 0;
+};
+Watch& the_watch() {
+  static auto* watch = new Watch();  // outlives all that saved tensors
+  return *watch;
+}
+
 int64_t rescue(int64_t bytes) {
   if (thread_trash().locked) {
     return 0;
@@ -43,7 +54,43 @@ c10::intrusive_ptr<Session> entered_session() {
   return g_entered;
 }
 
-Session::Session(SessionOptions options) : options_(options), random_(options.seed) {
+std::vector<c10::intrusive_ptr<Session>> watching_sessions() {
+  auto& watch = the_watch();
+  std::lock_guard<std::mutex> guard(watch.mutex);
+  return watch.sessions;
+}
+
+void Session::watch_threads() {
+  auto& watch = the_watch();
+  std::lock_guard<std::mutex> guard(watch.mutex);
+  const auto self = [this](const auto& each) { return each.get() == this; };
+  if (std::none_of(watch.sessions.begin(), watch.sessions.end(), self)) {
+    watch.sessions.push_back(c10::intrusive_ptr<Session>::reclaim_copy(this));
+  }
+  if (watch.handle == 0) {
+    watch.handle = at::addGlobalCallback(watcher_callback());
+  }
+}
+
+void Session::end_watch() {
+  auto& watch = the_watch();
+  c10::intrusive_ptr<Session> last;
+  std::lock_guard<std::mutex> guard(watch.mutex);
+  const auto self = [this](const auto& each) { return each.get() == this; };
+  const auto place = std::find_if(watch.sessions.begin(), watch.sessions.end(), self);
+  if (place == watch.sessions.end()) {
+    return;
+  }
+  last = std::move(*place);
+  watch.sessions.erase(place);
+  if (watch.sessions.empty()) {
+    at::removeCallback(watch.handle);
+    watch.handle = 0;
+  }
+}
+
+Session::Session(SessionOptions options)
+    : options_(options), evidence_random_(options.seed + 1), random_(options.seed) {
   if (options_.swap) {
     open_tiers();
   }
@@ -64,6 +111,7 @@ void Session::enter() {
   ts.depth = 0;
   ts.open.clear();
   callback_ = at::addThreadLocalCallback(observer_callback());
+  watch_threads();
   if (options_.device.is_cpu()) {
     cpu_pool::set_rescue(&rescue);
     set_budget(options_.budget_bytes);
@@ -88,6 +136,14 @@ void Session::leave() {
     cpu_pool::set_rescue(nullptr);
     cpu_pool::set_soft_limit(0);
   }
+  bool over = false;
+  {
+    Guard guard(*this);
+    over = managed_.empty();
+  }
+  if (over) {
+    end_watch();
+  }
   c10::intrusive_ptr<Session> last;
   std::lock_guard<std::mutex> guard(g_entered_mutex);
   last = std::move(g_entered);
@@ -100,6 +156,8 @@ void Session::begin_step() {
   step_begin_tick_ = tick_;
   next_key_ = 0;
   fingerprint_ = 0;
+  sequence_ = 0;
+  packs_before_step_ = counters_.packs;
   phase_ = Phase::Forward;
   boundary_peak_bytes_ = 0;
   plan_ = plans_.empty() ? nullptr : plans_.front().get();
@@ -107,9 +165,7 @@ void Session::begin_step() {
     op_facts_.clear();
     facts_of_.clear();
   }
-  log_ops_.clear();
-  log_inputs_.clear();
-  log_outputs_.clear();
+  forget_log();
   to_write_.clear();  // what a graph that is kept still waits for is copied when it has to go
 }
 
@@ -118,6 +174,12 @@ void Session::end_step() {
   Guard guard(*this);
   reap();
   emit(EventKind::Step, nullptr, 0, 0);
+}
+
+void Session::forget_log() {
+  log_ops_.clear();
+  log_inputs_.clear();
+  log_outputs_.clear();
 }
 
 // ---------------------------------------------------------------- pages
@@ -150,34 +212,172 @@ Page* Session::find_page(const c10::StorageImpl* storage) {
 
 Page* Session::page_of(const at::Tensor& t) {
   auto* storage = storage_of(t);
-  const int64_t version = version_of(t);
+  const bool counts = version_of(t) >= 0;
   auto [entry, unknown] = pages_.emplace(storage, nullptr);
   if (!unknown) {
     Page* page = entry->second.get();
     note_stream(*page);
-    if (page->many_counters || version < 0) {
-      return page;
-    }
-    if (!page->version_known) {
-      page->take_version(t.unsafeGetTensorImpl()->version_counter());
-    } else if (version > page->version) {
+    if (page->residency == Residency::Resident && was_moved(*page, *storage)) {
+      move_page(*page, *storage, t);
+    } else if (counts && page->versions.moved(t.unsafeGetTensorImpl()->version_counter()) &&
+               sabotage() != Sabotage::AliasVersionsUnseen) {
       spoil(*page, t);
     }
     return page;
   }
-  entry->second = c10::make_intrusive<Page>(t.storage().getWeakStorageImpl());
-  Page* page = entry->second.get();
-  page->many_streams = !options_.device.is_cpu();  // whose memory it is was not seen
-  page->bytes = static_cast<int64_t>(storage->nbytes());
-  page->set_current(make_source(page->bytes));
-  if (version >= 0) {
-    page->take_version(t.unsafeGetTensorImpl()->version_counter());
+  pages_.erase(entry);
+  Page& page = new_source(t.storage());
+  if (counts) {
+    page.take_version(t.unsafeGetTensorImpl()->version_counter());
   }
-  if (options_.device.is_cpu() && page->bytes > 0 &&
-      !cpu_pool::owns(storage->_mutable_data_ptr_no_checks())) {
-    charge_uncounted(*page, page->bytes);
+  return &page;
+}
+
+// The page of a storage that is seen for the first time.
+Page& Session::new_source(const c10::Storage& storage) {
+  auto fresh = c10::make_intrusive<Page>(storage.getWeakStorageImpl());
+  Page& page = *fresh;
+  pages_.emplace(storage.unsafeGetStorageImpl(), std::move(fresh));
+  page.many_streams = !options_.device.is_cpu();  // whose memory it is was not seen
+  page.look_at(*storage.unsafeGetStorageImpl());
+  page.set_current(make_source(page.bytes));
+  if (options_.device.is_cpu() && page.bytes > 0) {
+    if (!cpu_pool::owns(storage.data_ptr())) {
+      charge_uncounted(page, page.bytes);
+    }
+    if (cpu_pool::is_foreign(storage.data_ptr()) && sabotage() != Sabotage::ForeignMemoryTrusted) {
+      share_with_others(page);
+    }
   }
   return page;
+}
+
+// ---------------------------------------------------------------- memory that others can write to
+
+namespace {
+
+bool overlap(const Page& a, const Page& b) {
+  const auto* first = static_cast<const char*>(a.data);
+  const auto* second = static_cast<const char*>(b.data);
+  return first != nullptr && second != nullptr && first < second + b.bytes &&
+         second < first + a.bytes;
+}
+
+}  // namespace
+
+// Whether contents are compared here: what is never recomputed needs no evidence, and the bytes of
+// an accelerator cannot be looked at without waiting for it.
+bool Session::watches() const {
+  return options_.drop && options_.device.is_cpu() && options_.verify != Verify::Off;
+}
+
+void Session::watch(Value& value, const void* data, int64_t bytes) const {
+  if (watches() && data != nullptr && bytes <= kMostWatchedBytes) {
+    value.hash = hash_of(data, bytes);
+    value.watched = true;
+  }
+}
+
+// From here on the content of the page is looked at whenever an op reads it, and so is that of all
+// pages that lie over the same memory. What dropped pages need of them is to be copied now.
+void Session::share_with_others(Page& page, ToClone* to_clone) {
+  if (!watches()) {
+    return;
+  }
+  const auto take = [&](Page& each) {
+    each.unguarded = true;
+    if (to_clone != nullptr && needs_clone(each)) {
+      to_clone->push_back(each.current);
+    }
+    if (!each.current->watched && each.residency == Residency::Resident) {
+      watch(*each.current, each.data, each.bytes);
+    }
+  };
+  take(page);
+  for (auto& [storage, other] : pages_) {
+    if (other.get() != &page && other->residency == Residency::Resident && overlap(page, *other) &&
+        !other->weak.expired()) {
+      take(*other);
+    }
+  }
+}
+
+// Others over the same memory are about to be written to through this page.
+void Session::before_write_of_others(Page& page, ToClone& to_clone) {
+  for (auto& [storage, other] : pages_) {
+    if (other.get() == &page || !other->unguarded || other->residency != Residency::Resident ||
+        !overlap(page, *other) || other->weak.expired()) {
+      continue;
+    }
+    if (needs_clone(*other)) {
+      to_clone.push_back(other->current);
+    }
+    other->set_current(make_source(other->bytes));
+    if (other->tickets > 0) {
+      emit(EventKind::Inadmissible, other.get(), other->bytes, 0);
+    }
+  }
+}
+
+// Whether the bytes are those that the value was watched with; they are if it is not watched.
+bool Session::holds(const Value& value, const c10::StorageImpl& storage) const {
+  return !value.watched ||
+         hash_of(storage.data(),
+                 std::min<int64_t>(value.bytes, static_cast<int64_t>(storage.nbytes()))) ==
+             value.hash;
+}
+
+// An op is about to read the page: is what lies there what we think?
+void Session::check_content(Page& page, const at::Tensor& t) {
+  auto* storage = storage_of(t);
+  if (!page.current->watched) {
+    if (page.unguarded && !page.current->producer) {
+      watch(*page.current, storage->data(), page.bytes);
+    }
+    return;
+  }
+  if (holds(*page.current, *storage)) {
+    return;
+  }
+  page.unguarded = true;  // who wrote once may write again
+  spoil(page, t);
+  watch(*page.current, storage->data(), page.bytes);
+}
+
+// Whether the storage's bytes lie elsewhere than they did, or are more or fewer.
+bool Session::was_moved(const Page& page, const c10::StorageImpl& storage) const {
+  if (page.data == nullptr ||
+      (storage.data() == page.data && static_cast<int64_t>(storage.nbytes()) == page.bytes)) {
+    return false;
+  }
+  return sabotage() != Sabotage::ResizesUnseen;
+}
+
+// Code that the dispatcher does not see gave the storage other memory: it is another storage.
+void Session::move_page(Page& page, const c10::StorageImpl& storage, const at::Tensor& t) {
+  page.look_at(storage);
+  page.resized = true;
+  spoil(page, t);
+}
+
+// Python code is about to get hold of a storage's memory, or to write to it past the dispatcher.
+void Session::before_raw_access(const c10::Storage& storage, bool writes) {
+  if (storage.device() != options_.device || sabotage() == Sabotage::RawWritesUnseen) {
+    return;
+  }
+  ToClone to_clone;
+  {
+    Guard guard(*this);
+    Page* page = find_page(storage.unsafeGetStorageImpl());
+    if (writes && page != nullptr) {
+      before_write_unseen(*page, to_clone);
+    } else if (!writes) {
+      share_with_others(page != nullptr ? *page : new_source(storage), &to_clone);
+    }
+  }
+  if (!to_clone.empty()) {
+    clone_sources(to_clone);
+  }
 }
 
 // Memory goes back to the stream that it was allocated on, at once. Nobody knows how far another
@@ -210,8 +410,7 @@ void Session::set_budget(int64_t bytes) {
 // From here on the page holds something that no recorded op made.
 void Session::set_unknown_content(Page& page, const at::Tensor& t) {
   page.set_current(make_source(page.bytes));
-  const int64_t version = version_of(t);
-  if (version >= 0) {
+  if (version_of(t) >= 0) {
     page.take_version(t.unsafeGetTensorImpl()->version_counter());
   }
   if (page.tickets > 0) {
@@ -255,19 +454,28 @@ void Session::prepare_write(const at::Tensor& t) {
   clone_sources(to_clone);
 }
 
-// An op that is not taped is about to write to the page.
+// Something that is not taped is about to write to the page.
 void Session::before_write(Page& page, const at::Tensor& t, ToClone& to_clone) {
-  if (page.version_known && !page.many_counters && version_of(t) > page.version) {
+  if (version_of(t) >= 0 && page.versions.moved(t.unsafeGetTensorImpl()->version_counter())) {
     spoil(page, t);
     return;
   }
+  before_write_unseen(page, to_clone);
+}
+
+void Session::before_write_unseen(Page& page, ToClone& to_clone) {
   if (needs_clone(page)) {
     to_clone.push_back(page.current);
   }
-  set_unknown_content(page, t);
-  // Whose counter will count this write is not known: `.data` has one of its own.
-  page.version_known = false;
-  page.current->version = -1;
+  page.set_current(make_source(page.bytes));
+  page.versions
+      .clear();  // whose counter will count this write is not known: `.data` has one of its own
+  if (page.tickets > 0) {
+    emit(EventKind::Inadmissible, &page, page.bytes, 0);
+  }
+  if (page.unguarded) {
+    before_write_of_others(page, to_clone);
+  }
 }
 
 // A source that some dropped page needs gets a copy of its own before it is overwritten. Where
@@ -277,7 +485,7 @@ void Session::clone_sources(const ToClone& sources) {
     c10::Storage copy;
     if (sabotage() != Sabotage::NoCloneOnWrite) {
       try {
-        const c10::Storage old = value->anchor;
+        const c10::Storage old = value->anchor ? value->anchor : storage_to_copy(*value);
         auto* allocator = c10::GetAllocator(old.device_type());
         c10::DataPtr data = allocator->allocate(old.nbytes());
         allocator->copy_data(data.get(), old.data(), old.nbytes());
@@ -285,7 +493,7 @@ void Session::clone_sources(const ToClone& sources) {
                             allocator, true);
       } catch (const std::exception&) {
         Guard guard(*this);
-        value->spoiled = true;
+        value->spoiled |= static_cast<bool>(value->anchor);
         ++anchor_epoch_;
         continue;
       }
@@ -293,11 +501,21 @@ void Session::clone_sources(const ToClone& sources) {
     Guard guard(*this);
     if (copy) {
       thread_trash().take(std::move(value->anchor));
-      value->anchor = std::move(copy);
+      value->set_anchor(std::move(copy));
     }
-    value->version = -1;
+    value->versions.clear();
     ++counters_.clones_on_write;
   }
+}
+
+// Of a source that is copied before anything needs it.
+c10::Storage Session::storage_to_copy(const Value& value) {
+  Guard guard(*this);
+  has_anchors_ = true;
+  TORCH_CHECK(value.home != nullptr, "delta_runtime: the source is gone");
+  auto alive = value.home->weak.lock();
+  TORCH_CHECK(alive, "delta_runtime: the source's memory is gone");
+  return c10::Storage(std::move(alive));
 }
 
 // Whether what is about to be overwritten is an anchored source that some record can still reach.
@@ -329,13 +547,17 @@ c10::Storage Session::storage_there(const Value& v) const {
     auto alive = v.home->weak.lock();
     storage = alive ? c10::Storage(std::move(alive)) : c10::Storage();
   }
+  if (storage && (was_moved(*v.home, *storage.unsafeGetStorageImpl()) ||
+                  !holds(v, *storage.unsafeGetStorageImpl()))) {
+    thread_trash().take(std::move(storage));
+    return {};
+  }
   order_after_arrival(*v.home, storage);
   return storage;
 }
 
 bool Session::content_unchanged(const Page& page) const {
-  return page.many_counters || !page.version_known || page.version < 0 ||
-         static_cast<int64_t>(page.version_counter.current_version()) <= page.version;
+  return page.versions.unchanged() || sabotage() == Sabotage::AliasVersionsUnseen;
 }
 
 // Between steps: what no ticket needs is a source from here on, so that a loss that is kept does
@@ -359,10 +581,9 @@ void Session::forget_past() {
     }
     auto record = page.current->producer;
     auto source = make_source(page.bytes);
-    if (page.version_known && !page.many_counters) {
-      source->version_counter = page.version_counter;
-      source->version = page.version;
-    }
+    source->versions = page.versions;
+    source->watched = page.current->watched;
+    source->hash = page.current->hash;
     page.set_current(std::move(source));
     if (record.use_count() > 1) {
       continue;  // another output needs it

@@ -29,6 +29,7 @@
 
 #include "host_memory.h"
 #include "lanes.h"
+#include "random_draws.h"
 #include "values.h"
 
 namespace delta {
@@ -173,6 +174,8 @@ struct Counters {
   int64_t rescued_bytes = 0;
   int64_t overshoots = 0;
   int64_t overshoot_bytes = 0;  // the worst
+  int64_t comparisons = 0;      // of what came back with what went
+  int64_t mismatches = 0;       // that came out different
   int64_t audits = 0;
   int64_t audit_failures = 0;
   int64_t clones_on_write = 0;
@@ -184,6 +187,21 @@ struct Counters {
   int64_t floor_bytes = 0;    // the most that nothing could be evicted from
   const char* floor_op = "";
 };
+
+// Ops behind a value, without gradients, since something that autograd saved. A longer recipe is
+// not kept: a rollout or an evaluation would else hold the records of all it has done.
+constexpr int32_t kMostDepth = 512;
+constexpr size_t kMostLoggedOps = 1 << 20;
+constexpr size_t kMostLoggedOpsWithoutSaves = 1 << 14;
+constexpr size_t kMostEvidence = 1 << 17;
+constexpr size_t kMostEvents = 1 << 16;  // that pile up before they are drained
+
+// Larger storages (a data set mapped into memory) are not hashed; nothing is recomputed from them
+// if others can write to them.
+constexpr int64_t kMostWatchedBytes = int64_t{1} << 30;
+
+// Smaller sources that others can write to are copied when an op reads them.
+constexpr int64_t kMostCopiedBytes = 256 * 1024;
 
 constexpr size_t kMostTraceRows = 1 << 20;  // of one step
 
@@ -232,8 +250,9 @@ struct OpenOp {
     Page* page;
     c10::VariableVersion counter;
     bool has_counter;
+    bool requires_grad;
     int16_t argument;
-    int16_t index;
+    int32_t index;
   };
   OpInfo* info = nullptr;
   c10::intrusive_ptr<OpRecord> record;                   // null while only observing
@@ -243,6 +262,8 @@ struct OpenOp {
   int64_t live_bytes = 0;
   int64_t peak_bytes = 0;  // of an accelerator's allocator, ever
   int64_t log_index = -1;
+  int32_t depth = 0;  // of what it makes
+  StrangerDraws::Mark strangers;
   size_t facts = 0;     // index into Session::op_facts_
   bool timed = false;   // its seconds count
   bool traced = false;  // they are shown
@@ -285,6 +306,9 @@ struct DeviceBytes {
 };
 DeviceBytes device_bytes(c10::Device device);
 
+// Those that have saved tensors whose sources anybody may write to.
+std::vector<c10::intrusive_ptr<Session>> watching_sessions();
+
 using ToClone = std::vector<c10::intrusive_ptr<Value>>;
 
 // A tier below the device: where copies lie, and the way there and back.
@@ -296,6 +320,8 @@ struct SwapTier {
   std::deque<TransferPtr> flying_out;  // submitted, in order; reap() takes their ends
   std::deque<TransferPtr> flying_in;
 };
+
+std::string mismatch_text(const Page& page, const std::vector<c10::intrusive_ptr<OpRecord>>& ops);
 
 struct Session : c10::intrusive_ptr_target {
   explicit Session(SessionOptions options);
@@ -309,11 +335,18 @@ struct Session : c10::intrusive_ptr_target {
   void set_budget(int64_t bytes);
   void mark_written(const at::Tensor& t);
   void prepare_write(const at::Tensor& t);
+  void before_raw_access(const c10::Storage& storage, bool writes);
   void forget_past();
+  void watch_threads();  // from now on, until nothing is saved any more and the session is left
+  void end_watch();
 
   // --- recorder.cpp: one op
   void begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::IValue> inputs);
   void end_op(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs);
+  void note_foreign_writes(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs);
+  void note_writes(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs, ToClone& to_clone);
+  void note_draws(OpenOp& open);
+  void forget_log();
   LoggedOp new_row(const OpInfo& info);
   void log_inputs(LoggedOp& row, const OpRecord& record);
   void log_begin(OpenOp& open, c10::ArrayRef<const c10::IValue> inputs);
@@ -340,6 +373,8 @@ struct Session : c10::intrusive_ptr_target {
   bool drop_page(Page& page);     // under the lock
   void note_dropped(Page& page);  // under the lock: its bytes go now
   bool anchor_recipe(Value& v);   // under the lock
+  bool is_certain(const OpRecord& op) const;
+  bool can_be_leaf(const Value& v) const;  // under the lock
   void stress_boundary();
 
   // --- swap.cpp
@@ -367,6 +402,12 @@ struct Session : c10::intrusive_ptr_target {
   void order_after_arrival(Page& page, const c10::Storage& storage) const;  // under the lock
   void note_stream(Page& page) const;                                       // under the lock
   void stop_lanes();
+
+  // --- evidence.cpp, under the lock
+  void take_evidence(Page& page, bool copied);  // its content is about to go
+  bool is_as_it_went(Page& page, const c10::Storage& storage, bool copied);
+  void taint(const Value& source);
+  void lose_trust(const std::vector<c10::intrusive_ptr<OpRecord>>& ops);
 
   // --- replay.cpp
   c10::Storage rebuild(Page& page);                      // returns the storage, which pins it
@@ -396,12 +437,23 @@ struct Session : c10::intrusive_ptr_target {
   Page* find_page(const c10::StorageImpl* storage);
   bool needs_clone(Page& page);
   void clone_sources(const ToClone& sources);  // without the lock
+  c10::Storage storage_to_copy(const Value& value);
   bool storage_alive(const Value& v) const;
   c10::Storage storage_there(const Value& v) const;  // holding this content; empty: nowhere
   bool content_unchanged(const Page& page) const;
   void set_unknown_content(Page& page, const at::Tensor& t);
   void spoil(Page& page, const at::Tensor& t);
   void before_write(Page& page, const at::Tensor& t, ToClone& to_clone);
+  void before_write_unseen(Page& page, ToClone& to_clone);
+  Page& new_source(const c10::Storage& storage);
+  bool watches() const;
+  void watch(Value& value, const void* data, int64_t bytes) const;
+  void share_with_others(Page& page, ToClone* to_clone = nullptr);
+  void before_write_of_others(Page& page, ToClone& to_clone);
+  bool holds(const Value& value, const c10::StorageImpl& storage) const;
+  void check_content(Page& page, const at::Tensor& t);
+  bool was_moved(const Page& page, const c10::StorageImpl& storage) const;
+  void move_page(Page& page, const c10::StorageImpl& storage, const at::Tensor& t);
   void emit(EventKind kind, const Page* page, int64_t bytes, double seconds, int64_t key = -1,
             int reason = 0);
   void charge_uncounted(Page& page, int64_t bytes);
@@ -436,6 +488,9 @@ struct Session : c10::intrusive_ptr_target {
   int64_t next_key_ = 0;
   int64_t frontier_ = 0;  // tick at which the page that was unpacked last had been packed
   uint64_t fingerprint_ = 0;
+  uint64_t sequence_ = 0;  // as fingerprint_, but of the ops' names alone
+  int64_t packs_before_step_ = 0;
+  uint64_t stranger_draws_before_ = stranger_draws().from_default();  // when the session began
   uint64_t walk_ = 0;
   bool has_anchors_ = false;   // of values that some page holds now
   uint32_t anchor_epoch_ = 1;  // moves on when an anchored source turns out to be overwritten
@@ -447,6 +502,14 @@ struct Session : c10::intrusive_ptr_target {
   // Outputs of uncertain ops, by trust_key(): made again with the same bits, or ever with others.
   std::unordered_set<uint64_t> trusted_;
   std::unordered_set<uint64_t> distrusted_;
+  bool mismatched_ = false;  // something that was recomputed came out different
+  struct Evidence {
+    int32_t steps = 0;       // in which it came back as it went
+    int64_t last_step = -1;  // of these
+    int64_t due_step = 0;    // in which it is compared again
+  };
+  std::unordered_map<uint64_t, Evidence> evidence_;
+  std::mt19937_64 evidence_random_;
   std::unordered_map<uint64_t, bool> shortcut_holds_;  // by op and numbers; see shortcuts.h
   std::vector<Event> events_;
 
@@ -461,6 +524,7 @@ struct Session : c10::intrusive_ptr_target {
   Distance distance_ = Distance::None;
   DefaultWeight default_weight_ = DefaultWeight::SecondsPerByte;
   std::function<void(int64_t)> pump_;      // Python decides; called at op boundaries only
+  std::function<void(int64_t)> drain_;     // takes the events away
   std::function<void(int64_t)> boundary_;  // backward is over and something else begins
   bool taping_ = true;                     // false while an optimizer steps
   int64_t last_pump_tick_ = -1000000;
@@ -478,7 +542,7 @@ struct Session : c10::intrusive_ptr_target {
 
   Counters counters_;
   std::mt19937_64 random_;
-  bool entered_ = false;
+  std::atomic<bool> entered_ = false;
   uint64_t callback_ = 0;
 };
 

@@ -125,9 +125,8 @@ bool Session::can_write_back(Page& page) const {
 
 bool Session::copy_is_good(const Page& page) const {
   const bool there = page.copy && (page.copy->transfer->done() || page.copy->transfer->ordered());
-  return there && page.copy->epoch == page.epoch && !page.many_streams &&
-         page.copy->version == page.version && !page.being_written && content_unchanged(page) &&
-         static_cast<int64_t>(page.strong.nbytes()) == page.bytes;
+  return there && page.copy->epoch == page.epoch && !page.many_streams && !page.being_written &&
+         content_unchanged(page) && static_cast<int64_t>(page.strong.nbytes()) == page.bytes;
 }
 
 void Session::forget_copy(Page& page) {
@@ -189,7 +188,6 @@ bool Session::write_back(Page& page) {
   page.copy->block = std::move(block);
   page.copy->transfer = transfer;
   page.copy->epoch = page.epoch;
-  page.copy->version = page.version;
   counters_.written_back_bytes += page.bytes;
   transfer->stream = page.stream;
   tier.flying_out.push_back(transfer);
@@ -202,8 +200,10 @@ bool Session::free_clean(Page& page) {
       !copy_is_good(page)) {
     return false;
   }
+  take_evidence(page, /*copied=*/true);
   remove_candidate(page);
   page.residency = Residency::Swapped;
+  page.data = nullptr;
   ++page.frees;
   counters_.prefetch_vain += page.prefetched ? 1 : 0;
   page.prefetched = false;
@@ -335,6 +335,11 @@ bool Session::begin_swap_in(Page& page, bool prefetch) {
 
 void Session::finish_swap_in(Page& page) {
   if (page.incoming->failed()) {
+    fail_swap_in(page);
+    return;
+  }
+  if (page.incoming->done() && !is_as_it_went(page, page.strong, /*copied=*/true)) {
+    counters_.mismatches += 1;
     fail_swap_in(page);
     return;
   }

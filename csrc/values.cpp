@@ -2,6 +2,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/COW.h>
 
 #include <atomic>
 #include <cstring>
@@ -100,13 +101,71 @@ void Page::set_current(c10::intrusive_ptr<Value> value) {
 }
 
 void Page::take_version(const c10::VariableVersion& counter) {
-  version_counter = counter;
-  version = static_cast<int64_t>(counter.current_version());
-  version_known = true;
+  versions.take(counter);
   if (!current->producer) {
-    current->version_counter = counter;
-    current->version = version;
+    current->versions = versions;
   }
+}
+
+void Page::look_at(const c10::StorageImpl& storage) {
+  bytes = static_cast<int64_t>(storage.nbytes());
+  // A storage that was copied lazily moves by itself when it is written to.
+  const bool lazy = c10::impl::cow::is_cow_data_ptr(storage.data_ptr());
+  data = lazy ? nullptr : storage.data_ptr().get();
+}
+
+namespace {
+
+// Two counters are one if they share their count: the only member is the pointer to it.
+static_assert(sizeof(c10::VariableVersion) == sizeof(void*), "a version counter is one pointer");
+const void* identity_of(const c10::VariableVersion& counter) {
+  const void* identity;
+  std::memcpy(&identity, static_cast<const void*>(&counter), sizeof(identity));
+  return identity;
+}
+
+}  // namespace
+
+void Versions::take(const c10::VariableVersion& counter) {
+  bool known = false;
+  for (auto& each : counts_) {
+    each.version = static_cast<int64_t>(each.counter.current_version());
+    known |= identity_of(each.counter) == identity_of(counter);
+  }
+  if (!known) {
+    add(counter);
+  }
+}
+
+// Aliases come and go (an optimizer makes a `.data` at each step); the first and the latest matter.
+void Versions::add(const c10::VariableVersion& counter) {
+  constexpr size_t most = 8;
+  if (counts_.size() >= most) {
+    counts_.erase(counts_.begin() + 1);
+  }
+  counts_.push_back({counter, static_cast<int64_t>(counter.current_version())});
+}
+
+bool Versions::moved(const c10::VariableVersion& counter) {
+  const auto now = static_cast<int64_t>(counter.current_version());
+  for (auto& each : counts_) {
+    if (identity_of(each.counter) == identity_of(counter)) {
+      return now > each.version;
+    }
+  }
+  add(counter);
+  return false;
+}
+
+std::string Versions::text() const {
+  for (const auto& each : counts_) {
+    const auto now = static_cast<int64_t>(each.counter.current_version());
+    if (now > each.version) {
+      return "Expected version " + std::to_string(each.version) + ", found " + std::to_string(now) +
+             ". ";
+    }
+  }
+  return "";
 }
 
 ViewSpec ViewSpec::of(const at::Tensor& t) {
@@ -161,27 +220,6 @@ at::Tensor bytes_of(const c10::Storage& storage) {
                                                    caffe2::TypeMeta::Make<uint8_t>());
   impl->set_sizes_contiguous({static_cast<int64_t>(storage.nbytes())});
   return at::Tensor(std::move(impl));
-}
-
-void hash_bytes(const void* data, int64_t bytes, uint64_t out[2]) {
-  const auto* p = static_cast<const unsigned char*>(data);
-  uint64_t a = 0x9ae16a3b2f90404fULL ^ static_cast<uint64_t>(bytes);
-  uint64_t b = 0xc3a5c85c97cb3127ULL;
-  int64_t i = 0;
-  for (; i + 16 <= bytes; i += 16) {
-    uint64_t x;
-    uint64_t y;
-    std::memcpy(&x, p + i, 8);
-    std::memcpy(&y, p + i + 8, 8);
-    a = (a ^ x) * 0x9fb21c651e98df25ULL;
-    a ^= a >> 29;
-    b = (b ^ y) * 0xd6e8feb86659fd93ULL;
-    b ^= b >> 31;
-  }
-  uint64_t tail[2] = {0, 0};
-  std::memcpy(tail, p + i, static_cast<size_t>(bytes - i));
-  out[0] = mix(a ^ tail[0], b);
-  out[1] = mix(b ^ tail[1], out[0]);
 }
 
 }  // namespace delta

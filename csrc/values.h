@@ -10,7 +10,12 @@
 //     record can reach it.
 //  4. The weak reference keeps the StorageImpl's address from being used again, so a page is found
 //     by address.
-//  5. All of this is guarded by the session's mutex. Whatever may run foreign code when it dies
+//  5. A value may be *watched*: a hash of its content was taken when it was made or first seen, and
+//  is
+//     compared at each recorded read. What is watched: memory that others can write to unseen
+//     (foreign, or handed out as a numpy array), and what factories made (zeros() is often filled
+//     by code that the dispatcher does not see).
+//  6. All of this is guarded by the session's mutex. Whatever may run foreign code when it dies
 //     (storages, kept arguments) is moved to the thread's trash and dies after the mutex was
 //     released.
 #pragma once
@@ -25,9 +30,12 @@
 #include <utility>
 #include <vector>
 
+#include "hash.h"
 #include "lanes.h"
+#include "numeric_context.h"
 #include "op_info.h"
 #include "pooled.h"
+#include "random_draws.h"
 
 namespace delta {
 
@@ -47,6 +55,36 @@ struct ViewSpec {
 
 struct Page;
 struct OpRecord;
+
+// The version counters of a storage's aliases, and where they stood. Tensors that autograd does not
+// know as views of each other (the result of _unsafe_view, `.data`) count their writes apart.
+class Versions {
+ public:
+  bool known() const { return !counts_.empty(); }
+  void clear() { counts_.clear(); }
+  bool unchanged() const {
+    for (const auto& each : counts_) {
+      if (static_cast<int64_t>(each.counter.current_version()) > each.version) {
+        return false;
+      }
+    }
+    return true;
+  }
+  // All of them, and this one, as they stand now.
+  void take(const c10::VariableVersion& counter);
+  // Whether the counter is one of them and has moved; one that is new is taken as it stands.
+  bool moved(const c10::VariableVersion& counter);
+  std::string text() const;  // for messages: expected and found
+
+ private:
+  struct Count {
+    c10::VariableVersion counter;
+    int64_t version;
+  };
+  void add(const c10::VariableVersion& counter);
+
+  c10::SmallVector<Count, 1> counts_;
+};
 
 // Foreign objects whose death has to wait until this thread holds no session's lock.
 struct Trash {
@@ -71,8 +109,12 @@ struct Value : c10::intrusive_ptr_target, Pooled<Value> {
   c10::Storage anchor;                    // see Note, rule 3
   bool input = false;                     // existed before any op of this step touched it
   bool spoiled = false;                   // its anchor was overwritten unseen
-  c10::VariableVersion version_counter;   // of a source
-  int64_t version = -1;                   // of a source; -1: not checked
+  bool watched = false;                   // `hash` is of its content: see Note, rule 5
+  int32_t depth = 0;                      // ops behind it since something that is kept anyway
+  uint64_t sequence = 0;                  // as `fingerprint`, but of the ops' names alone
+  Versions versions;                      // of a source
+  Hash128 hash;
+  const void* anchor_data = nullptr;  // where the anchor's bytes lay when it was anchored
   // scratch of graph walks
   uint64_t mark = 0;
   int8_t mark_state = 0;
@@ -81,11 +123,17 @@ struct Value : c10::intrusive_ptr_target, Pooled<Value> {
 
   // What an audit's verdict is remembered by, over the steps.
   uint64_t trust_key() const { return mix(fingerprint, static_cast<uint64_t>(output)); }
+  // The same for steps of other shapes.
+  uint64_t sequence_key() const { return mix(sequence, static_cast<uint64_t>(output)); }
 
   // Whether the memory of a source still holds this value, as far as can be seen.
   bool readable() const {
-    return !spoiled &&
-           (version < 0 || static_cast<int64_t>(version_counter.current_version()) == version);
+    return !spoiled && versions.unchanged() &&
+           (!anchor || anchor.data() == anchor_data || sabotage() == Sabotage::ResizesUnseen);
+  }
+  void set_anchor(c10::Storage storage) {
+    anchor = std::move(storage);
+    anchor_data = anchor.data();
   }
 };
 
@@ -93,7 +141,7 @@ struct ArgumentRef {
   c10::intrusive_ptr<Value> value;
   ViewSpec view;
   int16_t argument;
-  int16_t index;  // in a list argument; -1: not a list
+  int32_t index;  // in a list argument; -1: not a list
   Write write;
 
   bool needs_content() const { return write != Write::Overwrite && write != Write::Scratch; }
@@ -103,7 +151,7 @@ struct RecordedOutput {
   Value* value;  // weak: reset by ~Value
   int64_t bytes;
   int16_t position;
-  int16_t index;     // in a list; -1: not a list
+  int32_t index;     // in a list; -1: not a list
   bool is_argument;  // a written argument rather than a return value
 };
 
@@ -112,15 +160,18 @@ struct OpRecord : c10::intrusive_ptr_target, Pooled<OpRecord> {
   c10::SmallVector<c10::IValue, 6> arguments;  // tensors that `inputs` stand for are None
   c10::SmallVector<ArgumentRef, 3> inputs;
   c10::SmallVector<RecordedOutput, 3> outputs;
-  std::vector<std::pair<at::Generator, at::Tensor>> random_states;
+  std::vector<RecordedDraw> draws;
+  std::vector<Versions> kept_versions;  // of tensors that stay in `arguments` themselves
+  NumericContext numbers;
   float seconds = 0;
   int64_t watermark_bytes = 0;
   uint32_t anchored_in = 0;  // the Session::anchor_epoch_ in which its recipe was anchored last
-  int32_t threads = 1;
-  at::ScalarType default_dtype = at::kFloat;
+  uint32_t thread = 0;       // that it ran on: see replay_thread.h
   c10::Device device{c10::kCPU};
   bool grad_mode = false;
   bool keeps_objects = false;
+  bool repeats = true;            // false: something was seen that a replay would not meet again
+  bool uncertain_behind = false;  // it, or an op behind it, is not certain to repeat
 
   OpRecord();
   ~OpRecord() override;
@@ -142,8 +193,7 @@ struct SwapCopy : c10::intrusive_ptr_target {
   size_t tier = 0;  // index into Session::tiers_
   std::shared_ptr<Block> block;
   TransferPtr transfer;
-  uint64_t epoch = 0;    // the page's, when the copy began
-  int64_t version = -1;  // the page's, then
+  uint64_t epoch = 0;  // the page's, when the copy began
 };
 
 using ReturnOrder = std::pair<int64_t, int64_t>;  // ticks: of the copy back, of the next use
@@ -156,18 +206,19 @@ struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   int64_t bytes = 0;
   int32_t tickets = 0;
   Residency residency = Residency::Resident;
-  bool version_known = false;
-  bool many_counters = false;  // aliases with version counters of their own: no version check
+  bool unguarded = false;  // others may write to its memory unseen
+  bool tainted = false;  // a recipe that read it came out different: nothing is recomputed from it
+  bool resized = false;  // its memory comes and goes: nothing is recomputed from what lies there
   bool rebuilt = false;
   bool being_written = false;  // by an op that runs now
   bool audit_pending = false;  // kept until a rebuild of it was compared
-  c10::VariableVersion version_counter;
-  int64_t version = -1;
-  int64_t packed_at = 0;   // tick of the first save
-  int64_t last_use = 0;    // tick
-  int64_t retry_tick = 0;  // not a candidate before
-  double weight = 0;       // smallest goes first
-  int32_t candidate = -1;  // index in the session's list of resident managed pages
+  Versions versions;
+  const void* data = nullptr;  // where its bytes lay when its content was last looked at
+  int64_t packed_at = 0;       // tick of the first save
+  int64_t last_use = 0;        // tick
+  int64_t retry_tick = 0;      // not a candidate before
+  double weight = 0;           // smallest goes first
+  int32_t candidate = -1;      // index in the session's list of resident managed pages
   int32_t next_use_cursor = 0;
   int64_t uncounted_bytes = 0;  // see Session::uncounted_bytes_
   Exit exit = Exit::Drop;       // by the policy
@@ -186,7 +237,7 @@ struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   c10::StreamId stream = kNoStream;  // of an accelerator, that it was made and used on
   bool many_streams = false;         // it was used on others too
   int64_t reason_step = -1;          // step in which its kept bytes were counted last
-  uint64_t hash[2] = {0, 0};         // of the content, with verify="always"
+  Hash128 hash;                      // of the content that went, to compare with what comes back
   bool hashed = false;
 
   explicit Page(c10::weak_intrusive_ptr<c10::StorageImpl> w) : weak(std::move(w)) {}
@@ -194,6 +245,7 @@ struct Page : c10::intrusive_ptr_target, Pooled<Page> {
 
   void set_current(c10::intrusive_ptr<Value> value);
   void take_version(const c10::VariableVersion& counter);  // as that of its content now
+  void look_at(const c10::StorageImpl& storage);           // how many bytes it has, and where
 };
 
 inline c10::StorageImpl* storage_of(const at::Tensor& t) {
@@ -213,7 +265,5 @@ bool is_plain(const at::Tensor& t);
 
 // All bytes of a storage as a uint8 tensor.
 at::Tensor bytes_of(const c10::Storage& storage);
-
-void hash_bytes(const void* data, int64_t bytes, uint64_t out[2]);
 
 }  // namespace delta

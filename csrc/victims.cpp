@@ -47,12 +47,17 @@ bool Session::anchor_recipe(Value& root) {
   }
   const auto is_anchored = [&](const OpRecord& op) { return op.anchored_in == anchor_epoch_; };
   // Of each output by itself: another one of the same op may not repeat.
+  const auto may_repeat = [&](const Value& v) {
+    const OpRecord& op = *v.producer;
+    return op.repeats && distrusted_.count(v.trust_key()) == 0 &&
+           distrusted_.count(v.sequence_key()) == 0 &&
+           op.info->unrepeatable_return != op.outputs[static_cast<size_t>(v.output)].position &&
+           std::all_of(op.kept_versions.begin(), op.kept_versions.end(),
+                       [](const Versions& each) { return each.unchanged(); });
+  };
   const auto is_trusted = [&](const Value& v) {
-    if (distrusted_.count(v.trust_key()) > 0) {
-      return false;
-    }
-    return v.producer->info->certain || options_.verify == Verify::Off ||
-           trusted_.count(v.trust_key()) > 0;
+    return may_repeat(v) && (is_certain(*v.producer) || options_.verify == Verify::Off ||
+                             trusted_.count(v.trust_key()) > 0);
   };
   if (is_anchored(*root.producer) && is_trusted(root)) {
     return true;
@@ -87,8 +92,8 @@ bool Session::anchor_recipe(Value& root) {
     if (reachable && !is_trusted(v)) {
       reachable = false;
       for (Page* home : {v.home, root.home}) {
-        if (home != nullptr && home->tickets > 0 && distrusted_.count(v.trust_key()) == 0) {
-          home->audit_pending = true;
+        if (home != nullptr && home->tickets > 0 && may_repeat(v)) {
+          home->audit_pending = !op->info->collective;
         }
       }
     }
@@ -126,8 +131,7 @@ bool Session::anchor_recipe(Value& root) {
       // that would not be there anyway.
       const bool held_anyway =
           v.input || (v.home != nullptr && v.home->tickets > 0) || v.bytes <= 65536;
-      if (&v != &root && held_anyway && storage_alive(v) && v.readable() &&
-          !v.home->being_written && content_unchanged(*v.home)) {
+      if (&v != &root && held_anyway && can_be_leaf(v)) {
         s = 3;
         leaves.push_back(&v);
       } else {
@@ -148,21 +152,54 @@ bool Session::anchor_recipe(Value& root) {
       continue;
     }
     if (leaf->home->strong) {
-      leaf->anchor = leaf->home->strong;
+      leaf->set_anchor(leaf->home->strong);
     } else if (auto storage = leaf->home->weak.lock()) {
-      leaf->anchor = c10::Storage(std::move(storage));
+      leaf->set_anchor(c10::Storage(std::move(storage)));
     }
-    if (leaf->version < 0 && leaf->home->version_known && !leaf->home->many_counters) {
-      leaf->version_counter = leaf->home->version_counter;
-      leaf->version = leaf->home->version;
+    if (!leaf->versions.known()) {
+      leaf->versions = leaf->home->versions;
     }
   }
   return true;
 }
 
+// Whether an op repeats by construction. On an accelerator a factory's result cannot be watched, so
+// it is compared once instead. After a recomputation that came out different nothing is certain.
+bool Session::is_certain(const OpRecord& op) const {
+  return op.info->certain && !mismatched_ && (!op.info->factory || options_.device.is_cpu());
+}
+
+// Whether what lies in the value's storage is the value, and is going to be as long as that is
+// held.
+bool Session::can_be_leaf(const Value& v) const {
+  if (!storage_alive(v) || !v.readable()) {
+    return false;
+  }
+  const Page& home = *v.home;
+  if (home.being_written || home.tainted || home.resized || !content_unchanged(home)) {
+    return false;
+  }
+  if (home.unguarded && (!v.watched || options_.verify == Verify::Off)) {
+    return false;
+  }
+  c10::Storage storage = home.strong;
+  if (!storage) {
+    auto alive = home.weak.lock();
+    if (!alive) {
+      return false;
+    }
+    storage = c10::Storage(std::move(alive));
+  }
+  const bool holds_it = !was_moved(home, *storage.unsafeGetStorageImpl()) &&
+                        holds(v, *storage.unsafeGetStorageImpl());
+  thread_trash().take(std::move(storage));
+  return holds_it;
+}
+
 void Session::note_dropped(Page& page) {
   page.residency = Residency::Dropped;
   page.rebuilt = false;
+  page.data = nullptr;
   dropped_now_bytes_ += page.bytes;
   ++counters_.drops;
   counters_.dropped_bytes += page.bytes;
@@ -180,14 +217,18 @@ bool Session::drop_page(Page& page) {
   if (options_.device.is_cpu() && !cpu_pool::owns(page.strong.data_ptr())) {
     return false;  // freeing it frees nothing that is counted, and its deleter may take the GIL
   }
-  if (page.current->anchor || !anchor_recipe(*page.current)) {
+  auto* storage = page.strong.unsafeGetStorageImpl();
+  if (page.current->anchor || was_moved(page, *storage) || !anchor_recipe(*page.current)) {
     page.retry_tick = tick_ + 256;
     return false;
   }
-  auto* storage = page.strong.unsafeGetStorageImpl();
-  if (options_.verify == Verify::Always && options_.device.is_cpu()) {
-    hash_bytes(storage->data(), page.bytes, page.hash);
-    page.hashed = true;
+  take_evidence(page, /*copied=*/false);
+  if (page.current->watched &&
+      !(page.hashed ? page.hash == page.current->hash : holds(*page.current, *storage))) {
+    page.hashed = false;
+    page.retry_tick = tick_ + 256;  // somebody wrote to it past the dispatcher: it stays
+    page.unguarded = true;
+    return false;
   }
   forget_copy(page);
   remove_candidate(page);

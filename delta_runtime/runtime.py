@@ -34,6 +34,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from delta_runtime import python_random, raw_access
 from delta_runtime.act.pinning import pinning
 from delta_runtime.act.tiers import open_tiers
 from delta_runtime.config import Config, check_requested
@@ -284,6 +285,8 @@ class Runtime:
                 self._finish_step()
             finally:
                 self._detach()
+                if not self._session.counters()["managed_pages"]:
+                    raw_access.stop_listening(self._session)
                 with _entered_lock:
                     _entered = None
         if self.config.strict and isinstance(error, torch.OutOfMemoryError):
@@ -294,7 +297,9 @@ class Runtime:
         self._attached = True
         self._session.set_pump(self._pump if self._pumps else None)
         self._session.set_boundary(self._on_boundary)
+        self._session.set_drain(lambda _: self._drain())
         self._session.enter()
+        raw_access.listen(self._session)
         if self.device.type == "cpu":
             _C.cpu_pool.set_soft_limit_is_hard(self.config.strict)
         for pair in (self._hooks, *above):
@@ -321,6 +326,7 @@ class Runtime:
         self._session.leave()
         self._session.set_pump(None)
         self._session.set_boundary(None)
+        self._session.set_drain(None)
         if self.device.type == "cpu":
             _C.cpu_pool.set_soft_limit_is_hard(False)
 
@@ -350,6 +356,7 @@ class Runtime:
             self._depth = 1
             self._leave()
         self._closed = True
+        raw_access.stop_listening(self._session)
         self._session.stop_lanes()
         if self._trace is not None:
             self._trace.write(self._session.logged_names())
@@ -517,7 +524,8 @@ class Runtime:
         events = drain_events(self._session)
         if not len(events):
             return []
-        self._step_events.append(events)
+        if self._session.logging():
+            self._step_events.append(events)
         try:
             return self._ledger.handle(events, budget_bytes=self.budget_bytes, links=self._links())
         except LedgerError:
@@ -705,6 +713,7 @@ def _forget_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)
+_C.set_python_random(python_random.save, python_random.restore)
 
 
 __all__ = ["DeltaError", "Runtime", "disable", "mark_written", "start_ambient"]

@@ -1237,7 +1237,7 @@ def _no_op_records_left() -> Iterator[None]:
 def test_a_deep_chain_that_is_let_go() -> None:
     """Records point at each other as deep as the program; a recursive destructor would overflow the stack."""
     with _no_op_records_left(), managed("drop_all"):
-        y = constant(4)
+        y = leaf(4)
         for _ in range(200_000):
             y = y * 1.0001
         del y
@@ -1248,7 +1248,7 @@ def test_a_deep_chain_that_is_rebuilt() -> None:
 
     def body() -> Tensor:
         def forward() -> Tensor:
-            y = constant(4)
+            y = w
             for _ in range(200_000):
                 y = y * 1.0001
             return (w * y).sum()

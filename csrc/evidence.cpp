@@ -1,0 +1,153 @@
+// Evidence: what left device memory is compared with what comes back.
+//
+// Note: trust by evidence
+//  1. Where an op comes from proves nothing: flags, modes, other threads and writes past the
+//  dispatcher
+//     have all made plain ops come out different. So the bytes of a value are hashed when it goes
+//     and compared when it is back: in the first steps of each sequence of ops always, then by a
+//     seeded sample that takes each value once in `kMostStepsBetween` steps.
+//  2. What an op that is not PyTorch's own stands behind is compared each time.
+//  3. What differs is never used. A copy that differs is as good as none: the recipe is run. A
+//  recipe
+//     that differs raises; its ops are not run again from then on, and nothing is recomputed from
+//     what it read. From then on no op is certain: each is compared while the original is still
+//     there.
+//  4. Bytes are hashed on the CPU only. An accelerator's are compared when an op is audited.
+#include <sstream>
+
+#include "errors.h"
+#include "python_random.h"
+#include "session.h"
+
+namespace delta {
+namespace {
+
+constexpr int32_t kFirstSteps = 2;         // in which everything is compared
+constexpr int64_t kMostStepsBetween = 49;  // two comparisons of a value after that
+
+uint64_t evidence_key(const Value& value, bool copied) {
+  return mix(value.sequence_key(), copied ? 1 : 0);
+}
+
+PythonRandom& python_random() {
+  static auto* hooks = new PythonRandom();  // never freed: they hold Python objects
+  return *hooks;
+}
+
+}  // namespace
+
+void Session::take_evidence(Page& page, bool copied) {
+  page.hashed = false;
+  if (options_.verify == Verify::Off || !options_.device.is_cpu()) {
+    return;
+  }
+  const Value& value = *page.current;
+  bool wanted = options_.verify == Verify::Always || mismatched_;
+  if (!copied && sabotage() != Sabotage::AuditedForEver) {
+    wanted |= value.producer && value.producer->uncertain_behind;
+  }
+  if (!wanted) {
+    if (evidence_.size() >= kMostEvidence) {
+      evidence_.clear();
+    }
+    const Evidence& known = evidence_[evidence_key(value, copied)];
+    wanted = known.steps < kFirstSteps || step_ >= known.due_step;
+  }
+  if (wanted) {
+    page.hash = hash_of(page.strong.data(), page.bytes);
+    page.hashed = true;
+  }
+}
+
+bool Session::is_as_it_went(Page& page, const c10::Storage& storage, bool copied) {
+  if (!page.hashed || !options_.device.is_cpu()) {
+    return true;
+  }
+  ++counters_.comparisons;
+  if (static_cast<int64_t>(storage.nbytes()) != page.bytes ||
+      hash_of(storage.data(), page.bytes) != page.hash) {
+    return false;
+  }
+  page.hashed = false;
+  Evidence& known = evidence_[evidence_key(*page.current, copied)];
+  if (known.last_step != step_) {
+    known.last_step = step_;
+    ++known.steps;
+  }
+  const int64_t least = known.steps > kFirstSteps ? kMostStepsBetween / 2 : 1;
+  known.due_step = step_ + least +
+                   static_cast<int64_t>(evidence_random_() %
+                                        static_cast<uint64_t>(kMostStepsBetween - least + 1));
+  return true;
+}
+
+// What the value lay in changes unseen: nothing is recomputed from there any more.
+void Session::taint(const Value& source) {
+  Page* page =
+      source.home != nullptr ? source.home : find_page(source.anchor.unsafeGetStorageImpl());
+  if (page != nullptr) {
+    page->tainted = true;
+    ++anchor_epoch_;
+  }
+}
+
+void Session::lose_trust(const std::vector<c10::intrusive_ptr<OpRecord>>& ops) {
+  mismatched_ = true;
+  for (const auto& op : ops) {
+    op->repeats = false;
+    for (const auto& out : op->outputs) {
+      if (out.value != nullptr) {
+        trusted_.erase(out.value->trust_key());
+        distrusted_.insert(out.value->trust_key());
+        distrusted_.insert(out.value->sequence_key());
+      }
+    }
+    for (const auto& ref : op->inputs) {
+      if (!ref.value->producer && ref.value->home != nullptr) {
+        ref.value->home->tainted = true;
+      }
+    }
+  }
+  ++anchor_epoch_;
+}
+
+std::string mismatch_text(const Page& page, const std::vector<c10::intrusive_ptr<OpRecord>>& ops) {
+  std::ostringstream text;
+  text << "delta_runtime: a saved tensor of " << page.bytes << " bytes, made by "
+       << (page.current->producer ? page.current->producer->info->name : std::string("?"))
+       << ", came out different when it was recomputed by";
+  size_t shown = 0;
+  for (const auto& op : ops) {
+    if (++shown > 6) {
+      text << " ...";
+      break;
+    }
+    text << (shown > 1 ? ", " : " ") << op->info->name;
+  }
+  text << ". It is not used, and gradients of this backward are incomplete; weights and optimizer "
+          "state "
+          "are as they were. Likely causes: code that PyTorch does not see wrote to a tensor "
+          "(numpy, "
+          "ctypes, a C++ extension, a kernel of your own: tell it with "
+          "delta_runtime.mark_written); an "
+          "op of your own does not repeat; a thread changed a tensor or a flag. From now on these "
+          "ops are "
+          "not run again and their results are kept or swapped: the next step works.";
+  return text.str();
+}
+
+void set_python_random(PythonRandom hooks) { python_random() = std::move(hooks); }
+
+PythonRandomGuard::PythonRandomGuard(const OpRecord& op) {
+  if (!op.info->certain && python_random().save && sabotage() != Sabotage::PythonRandomMoves) {
+    saved_ = python_random().save();
+  }
+}
+
+PythonRandomGuard::~PythonRandomGuard() {
+  if (saved_) {
+    python_random().restore(saved_);
+  }
+}
+
+}  // namespace delta

@@ -1,0 +1,80 @@
+"""What Python code does to a tensor's memory past PyTorch's dispatcher, made visible to the runtime.
+
+Covers the methods that write to a tensor without an op (`apply_`, `map_`, those of storages) and the ones
+that hand its memory to others who may write to it (`numpy`, `__array__`, DLPack). While a runtime is
+entered they tell it first; what they do is unchanged. Not covered: code that has the address of a tensor
+(`data_ptr`, C++ extensions, ctypes). What such code changes is found by evidence, or told by
+`delta_runtime.mark_written`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from typing import Any
+
+import torch
+import torch.utils.dlpack
+
+_WRITERS = ("apply_", "map_", "map2_")
+_SHARERS = ("numpy", "__array__", "__dlpack__")
+_STORAGE_WRITERS = ("fill_", "copy_", "byteswap", "resize_", "__setitem__", "_set_from_file")
+
+_lock = threading.Lock()
+_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+_originals: list[tuple[Any, str, Any]] = []
+
+
+def listen(session: Any) -> None:
+    """Tell this session of raw accesses from now on. Idempotent."""
+    with _lock:
+        if not _originals:
+            _install()
+        _listeners.add(session)
+
+
+def stop_listening(session: Any) -> None:
+    """Tell it no more; with the last listener the methods are PyTorch's own again. Idempotent."""
+    with _lock:
+        _listeners.discard(session)
+        if not _listeners:
+            _remove()
+
+
+def _tell(tensor_or_storage: Any, *, writes: bool) -> None:
+    for session in tuple(_listeners):
+        session.before_raw_access(tensor_or_storage, writes)
+
+
+def _wrap(owner: Any, name: str, *, writes: bool) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _tell(self, writes=writes)
+        return original(self, *args, **kwargs)
+
+    own = name in vars(owner)
+    _originals.append((owner, name, original if own else None))
+    setattr(owner, name, method)
+
+
+def _install() -> None:
+    for name in _WRITERS:
+        _wrap(torch.Tensor, name, writes=True)
+    for name in _SHARERS:
+        _wrap(torch.Tensor, name, writes=False)
+    for name in _STORAGE_WRITERS:
+        _wrap(torch.UntypedStorage, name, writes=True)
+    for module in (torch, torch.utils.dlpack):
+        _wrap(module, "to_dlpack", writes=False)
+
+
+def _remove() -> None:
+    while _originals:
+        owner, name, original = _originals.pop()
+        if original is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
