@@ -9,13 +9,12 @@ one). Silent is never legal. Loud is legal only where a test says so, and the st
 
 from __future__ import annotations
 
-import gc
 import pickle
 import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,6 +33,7 @@ N = 128
 Results = Sequence[Tensor | None] | Mapping[str, Tensor | None]
 Step = Callable[[int], Results]
 Program = Callable[[], Step]
+Around = Callable[[], AbstractContextManager[object]]
 
 DROPPING = ("drop_all", "random")
 EVERY_WAY = ("drop_all", "random", "swap_all", "mix")
@@ -160,8 +160,8 @@ def _run(
     seed: int = 0,
     expected: _Run | None = None,
     budget_bytes: int | None = None,
+    around: Around = nullcontext,
 ) -> _Run:
-    gc.collect()
     run = _Run(base_bytes=live_bytes())
     with measured() as peak, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -169,14 +169,13 @@ def _run(
         np.random.seed(42)
         random.seed(42)
         step = program()
-        with managed(mode, seed=seed, budget_bytes=budget_bytes) as probe:
+        with around(), managed(mode, seed=seed, budget_bytes=budget_bytes) as probe:
             for k in range(n_steps):
                 record = _one_step(step, k)
                 run.steps.append(record)
                 if record.error is not None and expected is not None and k + 1 < n_steps:
                     expected.steps[k + 1].before.restore()
         del step
-    gc.collect()
     run.probe = probe
     run.peak_bytes = peak.peak_bytes
     return run
@@ -213,7 +212,9 @@ def _judged(run: _Run, expected: _Run) -> Outcome:
     return Same(run.probe.rebuilt) if run.probe.rebuilt else Kept()
 
 
-def outcome(program: Program, mode: str, *, steps: int = 3, seed: int = 0) -> Outcome:
+def outcome(
+    program: Program, mode: str, *, steps: int = 3, seed: int = 0, around: Around = nullcontext
+) -> Outcome:
     """Runs `program` ordinarily twice, then managed, and compares.
 
     Args:
@@ -221,25 +222,27 @@ def outcome(program: Program, mode: str, *, steps: int = 3, seed: int = 0) -> Ou
         mode: of `tests.support.managed`; "budget" for three quarters of what the ordinary run needs.
         steps: how often the step is run.
         seed: of modes "random" and "mix".
+        around: entered before the runtime.
 
     Raises:
         AssertionError: the ordinary run does not repeat itself, so that nothing can be compared.
     """
-    return _outcome(program, mode, _ordinary(program, steps), seed)
+    return _outcome(program, mode, _ordinary(program, steps, around), seed, around)
 
 
-def _ordinary(program: Program, steps: int) -> _Run:
-    expected = _run(program, "ordinary", steps)
-    repeated = _judged(_run(program, "ordinary", steps, expected=expected), expected)
+def _ordinary(program: Program, steps: int, around: Around) -> _Run:
+    expected = _run(program, "ordinary", steps, around=around)
+    again = _run(program, "ordinary", steps, expected=expected, around=around)
+    repeated = _judged(again, expected)
     assert isinstance(repeated, Kept), f"the ordinary run does not repeat itself: {repeated}"
     return expected
 
 
-def _outcome(program: Program, mode: str, expected: _Run, seed: int) -> Outcome:
+def _outcome(program: Program, mode: str, expected: _Run, seed: int, around: Around) -> Outcome:
     budget_bytes = None
     if mode == "budget":
         budget_bytes = expected.base_bytes + 3 * (expected.peak_bytes - expected.base_bytes) // 4
-    run = _run(program, mode, len(expected.steps), seed, expected, budget_bytes)
+    run = _run(program, mode, len(expected.steps), seed, expected, budget_bytes, around)
     return _judged(run, expected)
 
 
@@ -250,6 +253,7 @@ def check(
     steps: int = 3,
     may_be_loud: bool = False,
     may_be_kept: bool = False,
+    around: Around = nullcontext,
 ) -> None:
     """Asserts that the outcome is a legal one, for every seed of the mode.
 
@@ -260,10 +264,11 @@ def check(
         may_be_loud: nothing but an error is possible where a value has gone already. It must come from this runtime,
             and where everything is dropped at once the last step must be past it.
         may_be_kept: keeping all that the program saves is the only right outcome; else something must have gone.
+        around: entered before the runtime.
     """
-    expected = _ordinary(program, steps)
+    expected = _ordinary(program, steps, around)
     for seed in _SEEDS.get(mode, (0,)):
-        found = _outcome(program, mode, expected, seed)
+        found = _outcome(program, mode, expected, seed, around)
         told = f"{mode}, seed {seed}: {found}"
         assert not isinstance(found, Silent), told
         if isinstance(found, Loud):
