@@ -289,7 +289,7 @@ def test_a_mode_in_a_backward_that_is_recorded(mode: str) -> None:
 
         def step(k: int) -> list[Tensor]:
             def first() -> Tensor:
-                out = torch.tanh((x * 1.5) @ w).pow(2).sum()
+                out = torch.tanh((x * 1.5).tanh() @ w).pow(2).sum()
                 with Round(), Noise():
                     (g,) = torch.autograd.grad(out, x, create_graph=True)
                 return (g.sin() * w).exp()
