@@ -1,0 +1,440 @@
+"""Several storages over one memory, and memory that somebody else owns: a write through one changes the others."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.faults.harness import (
+    N,
+    Step,
+    boundary,
+    by_dropping,
+    check,
+    constant,
+    in_every_way,
+    in_thread,
+    leaf,
+    taken,
+)
+from tests.support.fixtures import one_thread  # noqa: F401
+
+pytestmark = pytest.mark.timeout(60)
+
+Alias = Callable[[Tensor], Tensor]
+
+
+def dlpack(t: Tensor) -> Tensor:
+    return torch.from_dlpack(t)
+
+
+def dlpack_capsule(t: Tensor) -> Tensor:
+    return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(t))
+
+
+def numpy(t: Tensor) -> Tensor:
+    return torch.from_numpy(t.numpy())
+
+
+def numpy_by_dlpack(t: Tensor) -> Tensor:
+    return torch.from_dlpack(t.numpy())
+
+
+def as_array(t: Tensor) -> Tensor:
+    return torch.asarray(np.asarray(t))
+
+
+def address(t: Tensor) -> Tensor:
+    """As code does that has nothing but a pointer; whoever uses it holds the tensor as long."""
+    size = t.untyped_storage().nbytes()
+    raw = (ctypes.c_char * size).from_address(t.untyped_storage().data_ptr())
+    return torch.frombuffer(raw, dtype=t.dtype).view(t.shape)
+
+
+ALIASES = [dlpack, dlpack_capsule, numpy, numpy_by_dlpack, as_array, address]
+by_every_alias = pytest.mark.parametrize("alias", ALIASES, ids=lambda f: f.__name__)
+
+
+@pytest.mark.parametrize("when", ["forward", "between"])
+@pytest.mark.parametrize("what", ["source", "value"])
+@by_every_alias
+@by_dropping
+def test_a_write_through_an_alias(mode: str, alias: Alias, what: str, when: str) -> None:
+    """What was read before the write is rebuilt from the old content, what was read after it from the new."""
+    if alias is address and (what, when) == ("value", "between"):
+        pytest.skip("nobody holds the memory then")
+
+    def program() -> Step:
+        w, x = leaf(N, N), constant(N, N)
+
+        def step(k: int) -> list[Tensor]:
+            table = constant(N, N, seed=k)
+
+            def forward() -> tuple[Tensor, Tensor | None]:
+                m = table if what == "source" else x * 2.0
+                other = alias(m)
+                y = (w * (m * 1.5).exp()).sin()
+                boundary()
+                if when == "forward":
+                    other.mul_(3.0)
+                    y = y * (w * m.cos())
+                y = y + w * (m + 1.0)
+                return y.mean(), other if when == "between" else None
+
+            loss, other = forward()
+            if other is not None:
+                boundary()
+                other.mul_(3.0)
+                del other
+            loss.backward()
+            return [loss.detach(), table, *taken(w)]
+
+        return step
+
+    check(program, mode)
+
+
+@by_every_alias
+@by_dropping
+def test_a_write_through_an_alias_that_is_the_only_trace_of_it(mode: str, alias: Alias) -> None:
+    """Made, filled through another storage, used and let go of: its recipe has no such write."""
+
+    def program() -> Step:
+        w, x = leaf(N, N), constant(N, N)
+
+        def step(k: int) -> list[Tensor]:
+            def filled() -> Tensor:
+                m = x * (1.0 + k)
+                other = alias(m)
+                other.mul_(3.0)
+                other[0].fill_(7.0)
+                return m
+
+            def forward() -> Tensor:
+                return (w * filled()).sin().mean()
+
+            loss = forward()
+            loss.backward()
+            return [loss.detach(), *taken(w)]
+
+        return step
+
+    check(program, mode)
+
+
+@by_every_alias
+@by_dropping
+def test_a_write_to_what_an_alias_is_a_source_of(mode: str, alias: Alias) -> None:
+    """The other way round: the recipe reads the alias, the write goes to the tensor that it came from."""
+
+    def program() -> Step:
+        w = leaf(N, N)
+
+        def step(k: int) -> list[Tensor]:
+            table = constant(N, N, seed=k)
+
+            def forward() -> Tensor:
+                other = alias(table)
+                y = (w * (other * 1.5).exp()).sin()
+                boundary()
+                table.mul_(3.0)
+                y = y * (w * other.cos())
+                del other
+                table[: N // 2].zero_()
+                return y.mean()
+
+            loss = forward()
+            table.add_(1.0)
+            loss.backward()
+            return [loss.detach(), table, *taken(w)]
+
+        return step
+
+    check(program, mode)
+
+
+@in_every_way
+def test_two_tensors_over_one_array(mode: str) -> None:
+    """Neither of them owns it, they overlap in part, and each is written and read in turn."""
+
+    def program() -> Step:
+        w = leaf(N, N)
+        array = constant(2 * N, N).numpy().copy()
+
+        def step(k: int) -> list[Tensor]:
+            array[:] = constant(2 * N, N, seed=k).numpy()
+            upper, middle = (
+                torch.from_numpy(array[:N]),
+                torch.from_numpy(array[N // 2 : N // 2 + N]),
+            )
+
+            def forward() -> Tensor:
+                y = (w * (upper * 1.5).exp()).sin()
+                boundary()
+                middle.mul_(3.0)
+                y = y + w * upper.cos()
+                z = w * (middle * 0.5).exp()
+                upper.add_(1.0)
+                return (y * z * (w * middle.tanh())).mean()
+
+            loss = forward()
+            loss.backward()
+            return [loss.detach(), torch.tensor(array), *taken(w)]
+
+        return step
+
+    check(program, mode)
+
+
+@by_dropping
+def test_a_parameter_and_an_array_over_it(mode: str) -> None:
+    """A shared vocabulary: ordinary ops change the weights through the alias, between steps and within one."""
+
+    def program() -> Step:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(N, N), nn.Tanh(), nn.Linear(N, N))
+        weight = torch.from_numpy(model[0].weight.detach().numpy())
+
+        def step(k: int) -> list[Tensor]:
+            def forward() -> Tensor:
+                with torch.no_grad():
+                    gate = (model[0].weight * 2.0).sigmoid()
+                y = (gate * model[2].weight).tanh().mean()
+                boundary()
+                weight.mul_(0.9)
+                return y + model(constant(N, N, seed=k)).square().mean()
+
+            loss = forward()
+            loss.backward()
+            weight.add_(0.01)
+            return [loss.detach(), *taken(*model.parameters())]
+
+        return step
+
+    check(program, mode, steps=4)
+
+
+@by_dropping
+def test_an_alias_that_is_read_after_the_step(mode: str) -> None:
+    """While somebody holds the memory of a saved value by another storage, it stays what it is."""
+
+    def program() -> Step:
+        w = leaf(N, N)
+
+        def step(k: int) -> list[Tensor]:
+            def forward() -> tuple[Tensor, Tensor, np.ndarray]:
+                h = (w * (1.5 + k)).exp()
+                held, array = torch.from_dlpack(h.detach()), h.detach().numpy()[1:]
+                return (h * h.sin()).tanh().mean(), held, array
+
+            loss, held, array = forward()
+            boundary()
+            loss.backward()
+            blocks = [torch.full((N, N), 7.0) for _ in range(8)]
+            del blocks
+            return [loss.detach(), held, torch.tensor(array), *taken(w)]
+
+        return step
+
+    check(program, mode)
+
+
+# ------------------------------------------------------------------- memory that others own, and others write
+
+
+def _array() -> tuple[np.ndarray, Tensor]:
+    array = np.zeros((N, N), dtype=np.float32)
+    return array, torch.from_numpy(array)
+
+
+def _bytes() -> tuple[np.ndarray, Tensor]:
+    raw = bytearray(4 * N * N)
+    return (
+        np.frombuffer(raw, dtype=np.float32).reshape(N, N),
+        torch.frombuffer(raw, dtype=torch.float32).view(N, N),
+    )
+
+
+def _anonymous_map() -> tuple[np.ndarray, Tensor]:
+    memory = mmap.mmap(-1, 4 * N * N)
+    return (
+        np.frombuffer(memory, dtype=np.float32).reshape(N, N),
+        torch.frombuffer(memory, dtype=torch.float32).view(N, N),
+    )
+
+
+def _shared() -> tuple[np.ndarray, Tensor]:
+    """As between the processes of a data loader."""
+    tensor = torch.zeros(N, N).share_memory_()
+    return tensor.numpy(), tensor
+
+
+def _pointer() -> tuple[np.ndarray, Tensor]:
+    raw = (ctypes.c_float * (N * N))()
+    return (
+        np.ctypeslib.as_array(raw).reshape(N, N),
+        torch.frombuffer(raw, dtype=torch.float32).view(N, N),
+    )
+
+
+BUFFERS = [_array, _bytes, _anonymous_map, _shared, _pointer]
+over_every_buffer = pytest.mark.parametrize("make", BUFFERS, ids=lambda f: f.__name__.strip("_"))
+
+
+@over_every_buffer
+@in_every_way
+def test_one_buffer_refilled_in_each_step(mode: str, make: Callable) -> None:
+    """Wrapped once; the next batch comes after backward, as a plain loader does it."""
+
+    def program() -> Step:
+        w = leaf(N, N)
+        array, batch = make()
+
+        def step(k: int) -> list[Tensor]:
+            array[:] = constant(N, N, seed=k).numpy()
+
+            def forward() -> Tensor:
+                h = (batch * 1.5).exp()
+                return (w * h).sin().mean()
+
+            loss = forward()
+            loss.backward()
+            return [loss.detach(), *taken(w)]
+
+        return step
+
+    check(program, mode, steps=4)
+
+
+@pytest.mark.parametrize("where", ["between", "forward", "thread", "hook"])
+@over_every_buffer
+def test_one_buffer_refilled_while_it_is_needed(make: Callable, where: str) -> None:
+    """The next batch comes before backward: ordinarily nothing reads the old one again. Nobody can see such a write."""
+
+    def program() -> Step:
+        w = leaf(N, N)
+        array, batch = make()
+
+        def step(k: int) -> list[Tensor]:
+            w.grad = None
+            array[:] = constant(N, N, seed=k).numpy()
+
+            def refill(*_: object) -> None:
+                array[:] = constant(N, N, seed=1000 + k).numpy()
+
+            def forward() -> Tensor:
+                h = (batch * 1.5).exp()
+                y = (w * h).sin()
+                del h
+                boundary()
+                if where == "forward":
+                    refill()
+                    y = y * (w * (batch * 0.5).tanh())
+                if where == "hook":
+                    y.register_hook(refill)
+                return y.mean()
+
+            loss = forward()
+            if where == "between":
+                refill()
+            elif where == "thread":
+                in_thread(refill)
+            loss.backward()
+            return [loss.detach(), *taken(w)]
+
+        return step
+
+    check(program, "drop_all", steps=5, may_be_loud=True)
+
+
+@by_dropping
+def test_a_loader_thread_fills_one_of_two_buffers(mode: str) -> None:
+    """Double buffering: while the step runs on one, the other is filled. Never the same, so never an error."""
+
+    def program() -> Step:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(N, N), nn.Tanh(), nn.Linear(N, 8))
+        arrays = [np.zeros((N, N), dtype=np.float32) for _ in range(2)]
+        batches = [torch.from_numpy(each) for each in arrays]
+        arrays[0][:] = constant(N, N, seed=0).numpy()
+
+        def step(k: int) -> list[Tensor]:
+            def fill() -> None:
+                arrays[(k + 1) % 2][:] = constant(N, N, seed=k + 1).numpy()
+
+            loader = threading.Thread(target=fill)
+            loader.start()
+            loss = model((batches[k % 2] * 2.0).exp()).square().mean()
+            loss.backward()
+            loader.join()
+            return [loss.detach(), *taken(*model.parameters())]
+
+        return step
+
+    check(program, mode, steps=4)
+
+
+@pytest.mark.parametrize("when", ["forward", "between"])
+@by_dropping
+def test_two_maps_of_one_file(mode: str, when: str, tmp_path: Path) -> None:
+    """Two addresses, one memory: not even a table of addresses shows that a write to one is a write to the other."""
+    path = tmp_path / "shared"
+    path.write_bytes(bytes(4 * N * N))
+
+    def program() -> Step:
+        w = leaf(N, N)
+        first, second = (
+            torch.from_file(str(path), shared=True, size=N * N).view(N, N) for _ in range(2)
+        )
+
+        def step(k: int) -> list[Tensor]:
+            w.grad = None
+            first.copy_(constant(N, N, seed=k))
+
+            def forward() -> Tensor:
+                y = (w * (first * 1.5).exp()).sin()
+                boundary()
+                if when == "forward":
+                    second.mul_(3.0)
+                    y = y * (w * (first * 1.5).tanh())
+                return y.mean()
+
+            loss = forward()
+            if when == "between":
+                second.mul_(3.0)
+            loss.backward()
+            return [loss.detach(), first, *taken(w)]
+
+        return step
+
+    check(program, mode, steps=5, may_be_loud=True)
+
+
+@by_dropping
+def test_recipes_that_begin_at_foreign_memory_are_used(mode: str) -> None:
+    """A data set in an array, wrapped once, never written: what is made of it goes and comes back."""
+
+    def program() -> Step:
+        w = leaf(N, N)
+        data = torch.from_numpy(constant(8 * N, N).numpy().copy())
+
+        def step(k: int) -> list[Tensor]:
+            def forward() -> Tensor:
+                batch = data[k * N : (k + 1) * N]
+                return (w * (batch * 1.5).exp()).sin().mean()
+
+            loss = forward()
+            loss.backward()
+            return [loss.detach(), *taken(w)]
+
+        return step
+
+    check(program, mode)
