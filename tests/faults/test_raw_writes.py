@@ -1,0 +1,415 @@
+"""Writes that no dispatcher sees: by pointer, by numpy, by methods of tensors and storages that run no op.
+
+Nobody is told of them and no version moves. Where a value that such a write made has gone already, an error is all that
+is left; after it the value is kept, and the following steps are ordinary ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.faults.harness import (
+    Step,
+    boundary,
+    by_dropping,
+    check,
+    constant,
+    in_thread,
+    leaf,
+    taken,
+)
+from tests.support.fixtures import one_thread  # noqa: F401
+
+pytestmark = pytest.mark.timeout(60)
+
+SIDE = 32
+"""Small: some writers call Python for each element."""
+STEPS = 5
+
+Writer = Callable[[Tensor, Tensor], None]
+Factory = Callable[[Tensor], Tensor]
+
+
+def by_pointer(m: Tensor, content: Tensor) -> None:
+    """As a C++ or Triton kernel does that takes data_ptr()."""
+    ctypes.memmove(m.data_ptr(), content.data_ptr(), m.numel() * m.element_size())
+
+
+def by_address_of_a_view(m: Tensor, content: Tensor) -> None:
+    half = m[m.shape[0] // 2 :]
+    raw = (ctypes.c_float * half.numel()).from_address(half.data_ptr())
+    raw[:] = content.flatten().tolist()[: half.numel()]
+
+
+def by_numpy(m: Tensor, content: Tensor) -> None:
+    m.numpy()[:] = content.numpy()
+
+
+def by_reading_a_file(m: Tensor, content: Tensor) -> None:
+    io.BytesIO(content.numpy().tobytes()).readinto(m.numpy())
+
+
+def by_ufunc(m: Tensor, content: Tensor) -> None:
+    np.add(m.numpy(), content.numpy() * 2, out=m.numpy())
+
+
+def by_numpy_from_dlpack(m: Tensor, content: Tensor) -> None:
+    np.copyto(np.from_dlpack(m), content.numpy())
+
+
+def by_apply(m: Tensor, content: Tensor) -> None:
+    m.apply_(lambda v: v * 0.5 + 0.25)
+
+
+def by_map(m: Tensor, content: Tensor) -> None:
+    m.map_(content, lambda a, b: a * 0.5 + b)
+
+
+def by_map2(m: Tensor, content: Tensor) -> None:
+    m.map2_(content, content, lambda a, b, c: a * 0.5 + b * c)
+
+
+def by_apply_on_a_view(m: Tensor, content: Tensor) -> None:
+    m.t()[3:].apply_(lambda v: v * 0.5 + 0.25)
+
+
+def by_storage_byteswap(m: Tensor, content: Tensor) -> None:
+    bits = torch.arange(m.numel(), dtype=torch.int32).remainder(200).view(m.shape)
+    m.view(torch.int32).copy_((bits << 8) + 0x3D00003E)  # a number of usual size either way round
+    m.untyped_storage().byteswap(m.dtype)
+
+
+def by_storage_item(m: Tensor, content: Tensor) -> None:
+    storage = m.untyped_storage()
+    for i in range(3, len(storage), 4):
+        storage[i] = 0x3E
+
+
+def by_typed_storage_item(m: Tensor, content: Tensor) -> None:
+    storage = m._typed_storage()
+    for i in range(0, len(storage), 7):
+        storage[i] = 0.5
+
+
+def by_storage_fill(m: Tensor, content: Tensor) -> None:
+    m.untyped_storage().fill_(0x3D)
+
+
+def by_storage_copy(m: Tensor, content: Tensor) -> None:
+    m.untyped_storage().copy_(content.untyped_storage())
+
+
+WRITERS = [
+    by_pointer,
+    by_address_of_a_view,
+    by_numpy,
+    by_reading_a_file,
+    by_ufunc,
+    by_numpy_from_dlpack,
+    by_apply,
+    by_map,
+    by_map2,
+    by_apply_on_a_view,
+    by_storage_byteswap,
+    by_storage_item,
+    by_typed_storage_item,
+    by_storage_fill,
+    by_storage_copy,
+]
+by_every_writer = pytest.mark.parametrize("write", WRITERS, ids=lambda f: f.__name__)
+
+
+def zeros(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape)
+
+
+def zeros_like(x: Tensor) -> Tensor:
+    return torch.zeros_like(x)
+
+
+def new_ones(x: Tensor) -> Tensor:
+    return x.new_ones(x.shape)
+
+
+def full(x: Tensor) -> Tensor:
+    return torch.full(x.shape, 0.125)
+
+
+def filled(x: Tensor) -> Tensor:
+    return torch.empty_like(x).fill_(0.5)
+
+
+def counted(x: Tensor) -> Tensor:
+    return torch.arange(x.numel(), dtype=torch.float32).view(x.shape).div_(x.numel())
+
+
+def identity(x: Tensor) -> Tensor:
+    return torch.eye(x.shape[0])
+
+
+def copied(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+def computed(x: Tensor) -> Tensor:
+    return x * 1.5
+
+
+def padded(x: Tensor) -> Tensor:
+    return F.pad(x[:-4, :-4], (2, 2, 2, 2))
+
+
+def drawn(x: Tensor) -> Tensor:
+    return torch.rand(x.shape)
+
+
+FACTORIES = [
+    zeros,
+    zeros_like,
+    new_ones,
+    full,
+    filled,
+    counted,
+    identity,
+    copied,
+    computed,
+    padded,
+    drawn,
+]
+
+
+def _made_and_filled(factory: Factory, write: Writer) -> Callable[[], Step]:
+    def program() -> Step:
+        w, x = leaf(SIDE, SIDE), constant(SIDE, SIDE)
+
+        def step(k: int) -> list[Tensor]:
+            w.grad = None
+            content = constant(SIDE, SIDE, seed=200 + k)
+
+            def forward() -> Tensor:
+                with torch.no_grad():
+                    m = factory(x)
+                    write(m, content)
+                y = (w * m).exp() + (w.sin() * m.cos())
+                del m
+                return y.tanh().mean()
+
+            loss = forward()
+            loss.backward()
+            return [loss.detach(), *taken(w)]
+
+        return step
+
+    return program
+
+
+@by_every_writer
+@by_dropping
+def test_zeros_that_foreign_code_fills(mode: str, write: Writer) -> None:
+    """Made, filled, used by ordinary ops, let go of."""
+    check(_made_and_filled(zeros_like, write), mode, steps=STEPS, may_be_loud=True)
+
+
+@pytest.mark.parametrize("factory", FACTORIES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("write", [by_pointer, by_map], ids=lambda f: f.__name__)
+def test_what_any_op_made_and_foreign_code_fills(write: Writer, factory: Factory) -> None:
+    check(_made_and_filled(factory, write), "drop_all", steps=STEPS, may_be_loud=True)
+
+
+@pytest.mark.parametrize("factory", [zeros, copied, computed], ids=lambda f: f.__name__)
+@by_every_writer
+def test_a_write_between_two_uses(write: Writer, factory: Factory) -> None:
+    """What came before it is rebuilt from the old content, and what came after it from the new; or neither."""
+
+    def program() -> Step:
+        w, x = leaf(SIDE, SIDE), constant(SIDE, SIDE)
+
+        def step(k: int) -> list[Tensor]:
+            w.grad = None
+
+            def forward() -> Tensor:
+                with torch.no_grad():
+                    m = factory(x)
+                y = w * (m * 2.0).exp()
+                boundary()
+                write(m, constant(SIDE, SIDE, seed=200 + k))
+                y = y * (w * (m * 0.5).cos())
+                del m
+                return y.tanh().mean()
+
+            loss = forward()
+            loss.backward()
+            return [loss.detach(), *taken(w)]
+
+        return step
+
+    check(program, "drop_all", steps=STEPS, may_be_loud=True)
+
+
+@pytest.mark.parametrize("where", ["between", "thread", "hook"])
+@by_every_writer
+def test_a_write_to_a_source_after_forward(write: Writer, where: str) -> None:
+    """Autograd saved none of it, only what was made of it: ordinarily the write does not matter."""
+
+    def program() -> Step:
+        w = leaf(SIDE, SIDE)
+
+        def step(k: int) -> list[Tensor]:
+            w.grad = None
+            table = constant(SIDE, SIDE, seed=300 + k)
+
+            def foul(*_: object) -> None:
+                write(table, constant(SIDE, SIDE, seed=200 + k))
+
+            def forward() -> Tensor:
+                y = (w * (table * 2.0).exp()).tanh()
+                boundary()
+                if where == "hook":
+                    y.register_hook(foul)
+                return y.mean()
+
+            loss = forward()
+            if where == "between":
+                foul()
+            elif where == "thread":
+                in_thread(foul)
+            loss.backward()
+            return [loss.detach(), *taken(w)]
+
+        return step
+
+    check(program, "drop_all", steps=STEPS, may_be_loud=True)
+
+
+@pytest.mark.parametrize("write", [by_pointer, by_numpy, by_storage_copy], ids=lambda f: f.__name__)
+@by_dropping
+def test_a_deep_net_whose_layers_are_computed_by_foreign_code(mode: str, write: Writer) -> None:
+    """An extension per layer that allocates by zeros_like and writes by pointer, forward and backward."""
+
+    class Foreign(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, h: Tensor) -> Tensor:
+            out = torch.zeros_like(h)
+            write(out, torch.from_numpy(np.tanh(h.detach().numpy())))
+            ctx.save_for_backward(out)
+            return out
+
+        @staticmethod
+        def backward(ctx, grad: Tensor) -> Tensor:
+            (out,) = ctx.saved_tensors
+            result = torch.zeros_like(grad)
+            write(result, torch.from_numpy(grad.numpy() * (1 - out.numpy() ** 2)))
+            return result
+
+    def program() -> Step:
+        torch.manual_seed(3)
+        layers = nn.ModuleList(nn.Linear(SIDE, SIDE) for _ in range(8))
+        x = constant(SIDE, SIDE)
+
+        def step(k: int) -> list[Tensor]:
+            layers.zero_grad()
+
+            def forward() -> Tensor:
+                h = x
+                for layer in layers:
+                    h = Foreign.apply(layer(h))
+                return h.square().mean()
+
+            loss = forward()
+            loss.backward()
+            return [loss.detach(), *taken(*layers.parameters())]
+
+        return step
+
+    # One layer after another may be found out. Nothing is saved that foreign code has not made.
+    check(program, mode, steps=14, may_be_loud=True, may_be_kept=True)
+
+
+@by_dropping
+def test_an_optimizer_in_numpy(mode: str) -> None:
+    """It writes the weights past torch, after backward; what the next backward rebuilds is made from the new ones."""
+
+    def program() -> Step:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Linear(SIDE, SIDE))
+
+        def step(k: int) -> list[Tensor]:
+            h = (model[0].weight * 2.0).exp().sin() @ model[2].weight.tanh()
+            loss = (h + model(constant(SIDE, SIDE, seed=k))).square().mean()
+            del h
+            loss.backward()
+            gradients = taken(*model.parameters())
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.detach().numpy()[:] -= 0.1 * gradient.numpy()
+            return [loss.detach(), *gradients, *model.parameters()]
+
+        return step
+
+    check(program, mode, steps=4)
+
+
+@by_dropping
+def test_a_batch_read_from_a_file_into_a_tensor_of_the_step(mode: str, tmp_path: Path) -> None:
+    """torch.zeros(n), then readinto(m.numpy()): a loader without a copy."""
+    path = tmp_path / "data"
+    path.write_bytes(constant(STEPS * SIDE, SIDE).numpy().tobytes())
+
+    def program() -> Step:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Linear(SIDE, 4))
+
+        def step(k: int) -> list[Tensor]:
+            model.zero_grad()
+
+            def forward() -> Tensor:
+                batch = torch.zeros(SIDE, SIDE)
+                with path.open("rb") as file:
+                    file.seek(k * batch.numel() * 4)
+                    file.readinto(batch.numpy())
+                return model(batch).square().mean()
+
+            loss = forward()
+            loss.backward()
+            return [loss.detach(), *taken(*model.parameters())]
+
+        return step
+
+    check(program, mode, steps=STEPS, may_be_loud=True)
+
+
+@pytest.mark.parametrize("move", ["share_memory", "same_bytes"])
+@by_dropping
+def test_memory_that_moves_without_an_op(mode: str, move: str) -> None:
+    """The content stays as it is: nothing is wrong with it, and nothing may come of it."""
+
+    def program() -> Step:
+        w, x = leaf(SIDE, SIDE), constant(SIDE, SIDE)
+
+        def step(k: int) -> list[Tensor]:
+            def forward() -> Tensor:
+                m = x * (1.5 + k)
+                y = w * m.exp()
+                boundary()
+                if move == "share_memory":
+                    m.share_memory_()
+                else:
+                    m.numpy()[:] = m.numpy().copy()
+                y = y * (w * m.cos())
+                return y.tanh().mean()
+
+            loss = forward()
+            loss.backward()
+            return [loss.detach(), *taken(w)]
+
+        return step
+
+    check(program, mode)
