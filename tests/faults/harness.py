@@ -293,6 +293,11 @@ def constant(*sizes: int, seed: int = 100) -> Tensor:
     return leaf(*sizes, seed=seed).detach()
 
 
+def sources(n: int, *sizes: int) -> list[Tensor]:
+    """Tables for `n` steps. Call it where the program is built: what a step makes itself has a recipe."""
+    return [constant(*sizes, seed=1000 + k) for k in range(n)]
+
+
 def boundary() -> None:
     """An op, before which something can be evicted."""
     torch.zeros(1).add(1.0)

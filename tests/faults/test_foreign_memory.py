@@ -23,6 +23,7 @@ from tests.faults.harness import (
     in_every_way,
     in_thread,
     leaf,
+    sources,
     taken,
 )
 from tests.support.fixtures import one_thread  # noqa: F401
@@ -73,10 +74,10 @@ def test_a_write_through_an_alias(mode: str, alias: Alias, what: str, when: str)
         pytest.skip("nobody holds the memory then")
 
     def program() -> Step:
-        w, x = leaf(N, N), constant(N, N)
+        w, x, tables = leaf(N, N), constant(N, N), sources(3, N, N)
 
         def step(k: int) -> list[Tensor]:
-            table = constant(N, N, seed=k)
+            table = tables[k]
 
             def forward() -> tuple[Tensor, Tensor | None]:
                 m = table if what == "source" else x * 2.0
@@ -136,10 +137,10 @@ def test_a_write_to_what_an_alias_is_a_source_of(mode: str, alias: Alias) -> Non
     """The other way round: the recipe reads the alias, the write goes to the tensor that it came from."""
 
     def program() -> Step:
-        w = leaf(N, N)
+        w, tables = leaf(N, N), sources(3, N, N)
 
         def step(k: int) -> list[Tensor]:
-            table = constant(N, N, seed=k)
+            table = tables[k]
 
             def forward() -> Tensor:
                 other = alias(table)

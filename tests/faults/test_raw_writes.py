@@ -25,6 +25,7 @@ from tests.faults.harness import (
     constant,
     in_thread,
     leaf,
+    sources,
     taken,
 )
 from tests.support.fixtures import one_thread  # noqa: F401
@@ -261,11 +262,11 @@ def test_a_write_to_a_source_after_forward(write: Writer, where: str) -> None:
     """Autograd saved none of it, only what was made of it: ordinarily the write does not matter."""
 
     def program() -> Step:
-        w = leaf(SIDE, SIDE)
+        w, tables = leaf(SIDE, SIDE), sources(STEPS, SIDE, SIDE)
 
         def step(k: int) -> list[Tensor]:
             w.grad = None
-            table = constant(SIDE, SIDE, seed=300 + k)
+            table = tables[k]
 
             def foul(*_: object) -> None:
                 write(table, constant(SIDE, SIDE, seed=200 + k))
