@@ -307,7 +307,7 @@ def taken(*leaves: Tensor) -> list[Tensor]:
     """The gradients of leaves, which are let go of them."""
     gradients = []
     for each in leaves:
-        assert each.grad is not None
+        assert each.grad is not None, "a leaf of the program has no gradient"
         gradients.append(each.grad)
         each.grad = None
     return gradients
