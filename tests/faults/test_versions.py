@@ -273,7 +273,7 @@ def test_a_saved_value_written_after_it_was_saved(mode: str, write: Writer, make
 
         return step
 
-    check(program, mode)
+    check(program, mode, raises=True)
 
 
 @pytest.mark.parametrize("make", [product_3d, linear_3d], ids=lambda f: f.__name__)
