@@ -197,13 +197,14 @@ def _first_silent(run: _Run, expected: _Run) -> str:
 
 def _judged(run: _Run, expected: _Run) -> Outcome:
     silent = _first_silent(run, expected)
-    if silent:
-        return Silent(silent)
     loud = [
         (k, got.error)
         for k, (got, wanted) in enumerate(zip(run.steps, expected.steps, strict=True))
         if got.error is not None and wanted.error is None
     ]
+    if silent:
+        before = f" (steps {[k for k, _ in loud]} raised: {loud[0][1]})" if loud else ""
+        return Silent(silent + before)
     if loud:
         first = loud[0][1]
         return Loud(
