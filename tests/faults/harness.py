@@ -22,6 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import delta_runtime as delta
 import delta_runtime.runtime  # noqa: F401  what is imported with it may draw; test_python_random.py looks at that
 from delta_runtime.core.errors import DeltaError
 from tests.support.bitwise import FrozenTensor, Snapshot, difference, freeze
@@ -153,6 +154,16 @@ def _one_step(step: Step, k: int) -> _StepRecord:
     return _StepRecord(before, left | _RandomStates.now().snapshot(), error)
 
 
+@contextmanager
+def _entered(mode: str, seed: int, budget_bytes: int | None) -> Iterator[Probe]:
+    if mode != "off":
+        with managed(mode, seed=seed, budget_bytes=budget_bytes) as probe:
+            yield probe
+        return
+    with delta.Runtime("100%", device="cpu", policy="off"):
+        yield Probe()
+
+
 def _run(
     program: Program,
     mode: str,
@@ -169,7 +180,7 @@ def _run(
         np.random.seed(42)
         random.seed(42)
         step = program()
-        with around(), managed(mode, seed=seed, budget_bytes=budget_bytes) as probe:
+        with around(), _entered(mode, seed, budget_bytes) as probe:
             for k in range(n_steps):
                 record = _one_step(step, k)
                 run.steps.append(record)
@@ -220,7 +231,8 @@ def outcome(
 
     Args:
         program: see the module's docstring.
-        mode: of `tests.support.managed`; "budget" for three quarters of what the ordinary run needs.
+        mode: of `tests.support.managed`; "budget" for three quarters of what the ordinary run needs; "off" for a
+            runtime whose policy evicts nothing.
         steps: how often the step is run.
         seed: of modes "random" and "mix".
         around: entered before the runtime.
