@@ -464,6 +464,29 @@ void bind_session(py::module_& m) {
       });
 }
 
+// Where the value lies that a ticket stands for.
+const char* place_of(const Ticket& ticket) {
+  if (ticket.state != Ticket::State::Managed) {
+    return "kept";
+  }
+  const Session& session = *ticket.session;
+  Session::Guard guard(*ticket.session);
+  const Page& page = *ticket.page;
+  switch (page.residency) {
+    case Residency::Resident:
+      return page.copy && !page.copy->transfer->ended() ? "copying" : "resident";
+    case Residency::Dropped:
+      return "dropped";
+    case Residency::Swapped:
+      return session.tiers_[page.copy->tier].kind == Tier::Host ? "host" : "disk";
+    case Residency::SwappingIn:
+      return "copying";
+    case Residency::Lost:
+      return "lost";
+  }
+  return "lost";
+}
+
 void bind_ticket(py::module_& m) {
   static PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(ticket_dealloc)},
                                 {0, nullptr}};
@@ -472,6 +495,14 @@ void bind_ticket(py::module_& m) {
   g_ticket_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
   m.add_object("Ticket",
                py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(g_ticket_type)));
+  m.def(
+      "place_of",
+      [](const py::object& ticket) {
+        TORCH_CHECK(Py_TYPE(ticket.ptr()) == g_ticket_type, "place_of takes a ticket");
+        return place_of(reinterpret_cast<PyTicket*>(ticket.ptr())->ticket);
+      },
+      "Where the value of a ticket lies now: kept, resident, copying, dropped, host, disk or lost. "
+      "For stress runs, which want to know what they have tried.");
 }
 
 }  // namespace

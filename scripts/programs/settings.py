@@ -1,0 +1,130 @@
+"""How a program is managed: policy, tiers, budget, `verify`, and how the runtime surrounds the steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import delta_runtime as delta
+from delta_runtime.decide.policies import Stress, get_policy
+from scripts.programs.driver import Managed
+from scripts.programs.faults import TERMS, Fault
+
+DROPPING = ("recompute", "auto", "dtr", "dtr_local", "msps", "lru", "largest", "next_use")
+SWAPPING = ("auto", "swap", "delta", "capuchin", "stress_swap_all", "stress_mix")
+SLOW_LINK_BYTES_PER_S = (2e6, 8e6, 40e6)
+"""Throttles at which a storage of 4 KiB is on its way for 2 ms, 0.5 ms and 0.1 ms: long against an op."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How one program is managed.
+
+    Args:
+        policy: name of a policy.
+        share: budget as a share of the ordinary run's peak; 1.0 where the policy evicts anyway.
+        verify: as of Runtime.
+        style: entered, step, both or anew; see driver.Managed.
+        host_budget, link_bytes_per_s, disk_budget: as of Runtime.
+        seed: of the policies that choose at random.
+        check: check every invariant of the account (DELTA_CHECK).
+    """
+
+    policy: str = "stress_drop_all"
+    share: float = 1.0
+    verify: str = "first"
+    style: str = "entered"
+    host_budget: str | None = None
+    link_bytes_per_s: float | None = None
+    disk_budget: str | None = None
+    seed: int = 0
+    check: bool = False
+
+    def describe(self) -> str:
+        """In words."""
+        default = Settings(policy="")
+        parts = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != getattr(default, field.name)
+        ]
+        return ", ".join(parts)
+
+    def managed(self, budget_bytes: int) -> Managed:
+        """Makes runtimes by these settings under a budget."""
+        return Managed(lambda: self.runtime(budget_bytes), self.style)
+
+    def runtime(self, budget_bytes: int) -> delta.Runtime:
+        """A runtime by these settings."""
+        policy = dataclasses.replace(get_policy(self.policy), seed=self.seed)
+        try:
+            if self.check:
+                os.environ["DELTA_CHECK"] = "1"
+            return delta.Runtime(policy=policy, **self._arguments(budget_bytes, policy.stress))
+        finally:
+            os.environ.pop("DELTA_CHECK", None)
+
+    def _arguments(self, budget_bytes: int, stress: Stress) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"device": "cpu", "min_bytes": 0, "verify": self.verify}
+        if stress is Stress.NONE:
+            arguments["budget"] = budget_bytes
+        for name in ("host_budget", "link_bytes_per_s", "disk_budget"):
+            if getattr(self, name) is not None:
+                arguments[name] = getattr(self, name)
+        return arguments
+
+    def script_lines(self) -> str:
+        """The same, as source of a standalone script."""
+        stress = get_policy(self.policy).stress
+        arguments = "".join(
+            f", {name}={value!r}" for name, value in self._arguments(0, stress).items()
+        ).replace("budget=0,", "budget=budget_bytes,")
+        if stress is Stress.NONE:
+            arguments = arguments.replace(", budget=0", ", budget=budget_bytes")
+        return (
+            "import dataclasses\n\n"
+            "from delta_runtime.decide.policies import get_policy\n\n"
+            f"Peak.share = {self.share!r}\n\n\n"
+            "def make_runtime(budget_bytes):\n"
+            f"    policy = dataclasses.replace(get_policy({self.policy!r}), seed={self.seed})\n"
+            f"    make = lambda: delta.Runtime(policy=policy{arguments})\n"
+            f"    return Managed(make, {self.style!r})\n"
+        )
+
+
+def random_settings(rng: random.Random, faults: set[Fault]) -> Settings:
+    """Settings that suit a program: everything in reach of chance, what evicts more often than what does not."""
+    kind = rng.choices(
+        ("drop_all", "random", "budget", "swap", "slow", "disk", "spill", "off"),
+        weights=(20, 10, 18, 14, 14, 12, 6, 2),
+    )[0]
+    verify = rng.choices(("first", "always", "off"), weights=(60, 20, 20))[0]
+    if verify == "off" and any(TERMS[fault].needs_evidence for fault in faults):
+        verify = rng.choice(("first", "always"))
+    style = rng.choices(("entered", "step", "both", "anew"), weights=(45, 35, 10, 10))[0]
+    share = rng.choice((0.15, 0.3, 0.45, 0.6, 0.75, 0.9))
+    base = Settings(verify=verify, style=style, seed=rng.randrange(1 << 31), share=share)
+    base = dataclasses.replace(base, check=rng.random() < 0.05)
+    swapping = rng.choice(SWAPPING)
+    if kind == "drop_all":
+        return dataclasses.replace(base, policy="stress_drop_all")
+    if kind == "random":
+        return dataclasses.replace(base, policy="stress_random")
+    if kind == "budget":
+        return dataclasses.replace(base, policy=rng.choice(DROPPING))
+    if kind == "swap":
+        return dataclasses.replace(base, policy=swapping, host_budget="16MiB")
+    if kind == "slow":
+        link = rng.choice(SLOW_LINK_BYTES_PER_S)
+        policy = rng.choice((*SWAPPING, "stress_mix", "stress_mix"))
+        return dataclasses.replace(
+            base, policy=policy, host_budget="16MiB", link_bytes_per_s=link
+        )
+    if kind == "disk":
+        return dataclasses.replace(base, policy=swapping, disk_budget="4MiB")
+    if kind == "spill":
+        return dataclasses.replace(base, policy=swapping, host_budget="16KiB", disk_budget="4MiB")
+    return dataclasses.replace(base, policy="off")
