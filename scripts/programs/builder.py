@@ -27,6 +27,7 @@ class Builder:
 
     Attributes:
         pool: squares that depend on a leaf and can be used now.
+        leaves, other_leaves: squares, and other shapes, that the optimizer updates.
         sinks: squares that the loss has to depend on.
     """
 
@@ -36,6 +37,7 @@ class Builder:
         self.phases: dict[Phase, list[Instruction]] = {phase: [] for phase in Phase}
         self.pool: list[str] = []
         self.leaves: list[str] = []
+        self.other_leaves: list[str] = []
         self.side_leaves: list[str] = []
         self.lasting: set[str] = set()
         self.held: set[str] = set()
@@ -259,7 +261,7 @@ class Builder:
             self._once[key] = self.prepared(
                 f"torch.randn({shape}).mul_({scale}).requires_grad_()", "w"
             )
-            self.leaves.append(self._once[key])
+            self.other_leaves.append(self._once[key])
             self.group = group
         return self._once[key]
 

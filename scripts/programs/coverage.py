@@ -108,7 +108,7 @@ class Table:
     def __init__(self) -> None:
         self.counts: Counter[Cell] = Counter()
         self.loud: Counter[Fault] = Counter()
-        self.silent: Counter[Fault] = Counter()
+        self.findings: Counter[Fault] = Counter()
         self.programs: Counter[Fault] = Counter()
 
     def add(self, cells: Iterable[Cell]) -> None:
@@ -131,7 +131,7 @@ class Table:
         width = max(len(fault.value) for fault in faults) + 2
         lines = [" " * width + "".join(f"{phase.value:^30}" for phase in ATTACK_PHASES)]
         places = "".join(f"{place.value[:5]:>6}" for place in Place)
-        lines.append(" " * width + places * len(ATTACK_PHASES) + "  programs  silent   loud")
+        lines.append(" " * width + places * len(ATTACK_PHASES) + "  programs  found  legal")
         reasons: dict[str, list[str]] = {}
         for fault in faults:
             row = f"{fault.value:<{width}}"
@@ -144,7 +144,7 @@ class Table:
                             f"{phase.value} {place.value}"
                         )
                     row += f"{'-' if reason else self.counts[cell]:>6}"
-            row += f"{self.programs[fault]:>10}{self.silent[fault]:>8}{self.loud[fault]:>7}"
+            row += f"{self.programs[fault]:>10}{self.findings[fault]:>7}{self.loud[fault]:>7}"
             lines.append(row)
         if reasons:
             lines.append("")

@@ -16,6 +16,7 @@ Note: an interrupted attempt
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import random
 import signal
@@ -71,7 +72,8 @@ class Job(threading.Thread):
     @staticmethod
     def join_all():
         while Job.running:
-            Job.running.pop().join()
+            with contextlib.suppress(RuntimeError):  # a signal came before it was started
+                Job.running.pop().join()
 
 
 def freeze(value):
@@ -84,9 +86,9 @@ def freeze(value):
         if plain.is_conj() or plain.is_neg():
             plain = plain.resolve_conj().resolve_neg()
         head = f"{plain.dtype} {list(plain.shape)} ".encode()
-        if plain.dtype is torch.bfloat16:
-            plain = plain.view(torch.int16)
-        content = plain.numpy().tobytes()
+        plain = plain.contiguous()
+        # Not through numpy, which makes a storage one that cannot be resized.
+        content = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
         if len(content) > 65536:
             content = hashlib.blake2b(content).digest()
         return head + content
@@ -167,15 +169,16 @@ class Managed:
             return contextlib.nullcontext()
         return self.runtime().step()
 
-    def close(self):
+    def close(self, reports):
+        if reports and self.runtimes:
+            str(self.runtimes[-1].report())
         for runtime in self.runtimes:
-            str(runtime.report())
             runtime.close()
 
 
 class _Ordinary:
     whole = step = staticmethod(contextlib.nullcontext)
-    close = staticmethod(lambda: None)
+    close = staticmethod(lambda reports: None)
     runtimes = ()
 
 
@@ -193,6 +196,8 @@ def drive(program, managed_by=None):
     with flags_restored(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
+            for name in program["LASTING"]:
+                program[name] = None
             program["prepare"]()
             with management.whole():
                 for step in range(program["STEPS"]):
@@ -201,7 +206,7 @@ def drive(program, managed_by=None):
                     _run_step(program, step, seen, management)
         finally:
             Job.join_all()
-            management.close()
+            management.close(program["SEED"] % 8 == 0)
             for name in program["PERSISTENT"] + program["LASTING"] + program["LOCAL"]:
                 program.pop(name, None)
     seen += [(f"at the end: {label}", state) for label, state in random_states()]
@@ -246,7 +251,7 @@ def _abandon(program):
         if isinstance(value, torch.Tensor):
             value.grad = None
     for name in program["LASTING"]:
-        program.pop(name, None)
+        program[name] = None
 
 
 def _attempt(program, step, seen, management):
@@ -288,8 +293,10 @@ def _attempt(program, step, seen, management):
     if fired and not arrived:
         seen.append((f"step {step}: the signal was lost", b""))
     Job.join_all()
-    for name in program["LOCAL"] + program["LASTING"]:
+    for name in program["LOCAL"]:
         program.pop(name, None)
+    for name in program["LASTING"]:
+        program[name] = None
     with torch.no_grad():
         for value, content, gradient in tensors:
             value.copy_(content)

@@ -185,7 +185,7 @@ IN_PLACE = (
     "{0}.diagonal().fill_(0.2)",
     "{0}.unfold(1, 4, 4).select(2, 1).mul_(0.3)",
     "{0}.as_strided((10, 10), (33, 2), 5).add_(0.3)",
-    "{0}.chunk(2)[1].tanh_()",
+    "{0}.narrow(0, 16, 16).tanh_()",
     "{0}.data.mul_(0.9)",
     "{0}.data[3:9].add_(0.2)",
     "{0}.data.t()[1].zero_()",
@@ -535,9 +535,9 @@ def deep_chain(b: Builder) -> None:
 def large(b: Builder) -> None:
     """A value of half a megabyte, of which large reductions are taken."""
     h = b.any_square()
-    wide = b.make("{0}.repeat(12, 12)", h)
+    wide = b.make("{0}.repeat(8, 8)", h)
     wide = b.make(b.pick(("{0}.sin()", "F.dropout({0}, 0.2)", "{0}.tanh() * {0}")), wide)
-    b.square(b.pick(("{0}.view(12, 32, 12, 32).mean((0, 2)) + {1}", "{1} + {0}.sum() * 1e-4", "{1} * {0}[:32, :32]")), wide, h)
+    b.square(b.pick(("{0}.view(8, 32, 8, 32).mean((0, 2)) + {1}", "{1} + {0}.sum() * 1e-4", "{1} * {0}[:32, :32]")), wide, h)
 
 
 def held(b: Builder) -> None:

@@ -112,7 +112,7 @@ class _Running:
 
 
 def _make_program(rng: random.Random, number: int, family: Family) -> Program:
-    steps = rng.choice((3, 3, 4, 4, 5, 6))
+    steps = rng.choice((3, 3, 3, 4, 4, 5, 6))
     b = Builder(rng, steps)
     b.leaf(), b.leaf()
     micro = 1
@@ -121,7 +121,7 @@ def _make_program(rng: random.Random, number: int, family: Family) -> Program:
     if rng.random() < 0.12 and Fault.INTERRUPT not in {aim.fault for aim in chosen}:
         micro = 2
     b.square("{0} * 0.5 + {1}", b.batch(), b.leaf())
-    fillers = rng.choice((2, 4, 7, 12, 18))
+    fillers = rng.choice((1, 2, 3, 5, 8, 14))
     while fillers > 0 or not all(each.done for each in running):
         waiting = [each for each in running if not each.done]
         if fillers > 0 and (not waiting or rng.random() < fillers / (fillers + 2 * len(waiting))):
@@ -152,7 +152,7 @@ BACKWARDS = (
     (0.8, "torch.autograd.backward([{0} * 0.5, {0} * 0.5])"),
     (0.5, "Job({0}.backward).wait()"),
     (0.4, "with delta.disable():\n    {0}.backward()"),
-    (0.4, "with torch.autograd.set_detect_anomaly(True, check_nan=False):\n    {0}.backward()"),
+    (0.15, "with torch.autograd.set_detect_anomaly(True, check_nan=False):\n    {0}.backward()"),
     (0.4, "with torch.autograd.set_multithreading_enabled(False):\n    {0}.backward()"),
     (0.3, "with torch.no_grad():\n    {0}.backward()"),
 )
@@ -176,9 +176,10 @@ def _close(b: Builder) -> None:
     for loss in losses:
         b.call("note('loss', {0})", loss)
     with b.into(Phase.BACKWARD):
-        for loss in losses:
-            weights = [weight for weight, _ in BACKWARDS]
-            b.call(rng.choices([code for _, code in BACKWARDS], weights=weights)[0], loss)
+        for loss in losses[:-1]:  # they share parts of the graph
+            b.call("{0}.backward(retain_graph=True)", loss)
+        weights = [weight for weight, _ in BACKWARDS]
+        b.call(rng.choices([code for _, code in BACKWARDS], weights=weights)[0], losses[-1])
     for emit in b.closing:
         emit()
     _optimize(b)
@@ -204,11 +205,12 @@ def _optimize(b: Builder) -> None:
         own: list = []
         b._into = own
         if rng.random() < 0.9:
-            leaves = ", ".join(f"{{{i}}}" for i in range(len(b.leaves)))
+            every = [*b.leaves, *b.other_leaves]
+            leaves = ", ".join(f"{{{i}}}" for i in range(len(every)))
             expression = rng.choice(OPTIMIZERS).replace("{leaves}", leaves)
-            optimizer = b.prepared(expression, "optimizer", *b.leaves)
+            optimizer = b.prepared(expression, "optimizer", *every)
             if rng.random() < 0.15:
-                b.call("torch.nn.utils.clip_grad_norm_([" + ", ".join(f"{{{i}}}" for i in range(len(b.leaves))) + "], 1.0)", *b.leaves)
+                b.call(f"torch.nn.utils.clip_grad_norm_([{leaves}], 1.0)", *every)
             if rng.random() < 0.08:
                 b.call("{0}.step(lambda: None)", optimizer)
             else:
@@ -216,7 +218,7 @@ def _optimize(b: Builder) -> None:
             if rng.random() < 0.8:
                 b.call(f"{{0}}.zero_grad(set_to_none={rng.random() < 0.7})", optimizer)
         else:
-            for leaf in b.leaves:
+            for leaf in [*b.leaves, *b.other_leaves]:
                 b.write("if {0}.grad is not None:\n    {0}.data.add_({0}.grad, alpha=-0.01)\n    {0}.grad = None", leaf)
         for leaf in b.side_leaves:
             if rng.random() < 0.5:

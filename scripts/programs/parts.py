@@ -612,6 +612,8 @@ def two_results(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def spread(v):
     """A square of all elements of a tensor of any shape."""
     flat = v.reshape(-1)
+    if not flat.numel():
+        return torch.zeros(32, 32)
     return flat.repeat(-(-1024 // flat.numel()))[:1024].view(32, 32)
 
 

@@ -71,7 +71,7 @@ class _Renderer:
             assigned = _assigned_here(self._tops(phase))
             deleted = [line.split("del ")[1] for line in body if "del " in line]
             names = assigned | {name for each in deleted for name in each.split(", ")}
-            lines += _indented(_global_line(names) + (body or ["pass"]))
+            lines += _indented(_global_line(names) + (_merged(body) or ["pass"]))
         return "\n".join(lines) + "\n"
 
     def _tops(self, phase: Phase) -> Sequence[Instruction]:
@@ -163,6 +163,21 @@ def _only(when: tuple[int, ...] | None, lines: list[str]) -> list[str]:
     if when is None:
         return lines
     return [f"if step in {when!r}:", *_indented(lines)]
+
+
+def _merged(lines: list[str]) -> list[str]:
+    """Joins neighbours with the same `if step in ...`."""
+    merged: list[str] = []
+    open_line = ""
+    for line in lines:
+        if line.startswith("if step in "):
+            if line == open_line:
+                continue
+            open_line = line
+        elif not line.startswith(" "):
+            open_line = ""
+        merged.append(line)
+    return merged
 
 
 def render(program: Program, marks: Marks = NO_MARKS) -> str:

@@ -13,8 +13,10 @@ from delta_runtime.decide.policies import Stress, get_policy
 from scripts.programs.driver import Managed
 from scripts.programs.faults import TERMS, Fault
 
-DROPPING = ("recompute", "auto", "dtr", "dtr_local", "msps", "lru", "largest", "next_use")
-SWAPPING = ("auto", "swap", "delta", "capuchin", "stress_swap_all", "stress_mix")
+DROPPING = ("dtr", "dtr_local", "msps", "lru", "largest", "next_use")
+SWAPPING = ("delta", "capuchin", "stress_swap_all", "stress_mix", "stress_mix")
+PLANNING = ("auto", "recompute", "swap")
+"""Policies that make plans, which takes far longer than a program of this size: fewer of these."""
 SLOW_LINK_BYTES_PER_S = (2e6, 8e6, 40e6)
 """Throttles at which a storage of 4 KiB is on its way for 2 ms, 0.5 ms and 0.1 ms: long against an op."""
 
@@ -98,8 +100,8 @@ class Settings:
 def random_settings(rng: random.Random, faults: set[Fault]) -> Settings:
     """Settings that suit a program: everything in reach of chance, what evicts more often than what does not."""
     kind = rng.choices(
-        ("drop_all", "random", "budget", "swap", "slow", "disk", "spill", "off"),
-        weights=(20, 10, 18, 14, 14, 12, 6, 2),
+        ("drop_all", "random", "budget", "swap", "slow", "disk", "spill", "planned", "off"),
+        weights=(24, 10, 14, 12, 13, 12, 5, 8, 2),
     )[0]
     verify = rng.choices(("first", "always", "off"), weights=(60, 20, 20))[0]
     if verify == "off" and any(TERMS[fault].needs_evidence for fault in faults):
@@ -119,12 +121,16 @@ def random_settings(rng: random.Random, faults: set[Fault]) -> Settings:
         return dataclasses.replace(base, policy=swapping, host_budget="16MiB")
     if kind == "slow":
         link = rng.choice(SLOW_LINK_BYTES_PER_S)
-        policy = rng.choice((*SWAPPING, "stress_mix", "stress_mix"))
         return dataclasses.replace(
-            base, policy=policy, host_budget="16MiB", link_bytes_per_s=link
+            base, policy=swapping, host_budget="16MiB", link_bytes_per_s=link
         )
     if kind == "disk":
         return dataclasses.replace(base, policy=swapping, disk_budget="4MiB")
     if kind == "spill":
         return dataclasses.replace(base, policy=swapping, host_budget="16KiB", disk_budget="4MiB")
+    if kind == "planned":
+        tiers = {} if rng.random() < 0.4 else {"host_budget": "16MiB"}
+        policy = rng.choice(PLANNING[:2] if not tiers else PLANNING)
+        share = rng.choice((0.5, 0.6, 0.75, 0.9))
+        return dataclasses.replace(base, policy=policy, share=share, **tiers)
     return dataclasses.replace(base, policy="off")

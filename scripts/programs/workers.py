@@ -225,6 +225,7 @@ def clean_environment() -> None:
     for name in [name for name in os.environ if name.startswith("DELTA_")]:
         del os.environ[name]
     os.environ["OMP_NUM_THREADS"] = "2"
+    os.environ["OMP_WAIT_POLICY"] = "passive"  # two threads may have to share a core
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     if root not in sys.path:
         sys.path.insert(0, root)

@@ -89,7 +89,8 @@ def finish_late(b: Builder, h: str) -> str:
     b.lasting.add(kept)
     b.emit(Kind.MAKE, "{o} = ({0} * 0.01).sum()", h, out=(kept,))
     with b.only(b.odd_steps), b.into(b.pick((Phase.FORWARD, Phase.BETWEEN))):
-        b.call("if {0} is not None:\n    {0}.backward()", kept)
+        code = "if {0} is not None:\n    {0}.backward()\n    {o} = None"
+        b.emit(Kind.CALL, code, kept, out=(kept,))
     return kept
 
 

@@ -181,8 +181,8 @@ def list_op(b: Builder, aim: Aim) -> Iterator[None]:
         y = b.fresh("y")
         if kind < 0.45:
             code = "{o} = " + b.pick(LISTS)
-        elif kind < 0.5:
-            code = "{o} = " + b.pick(LONG_LISTS)
+        elif kind < 0.48:  # long: once in a program
+            code = "{o} = " + b.pick(LONG_LISTS) + f" if step == {b.rng.randrange(b.steps)} else {{0}} * 0.5"
         else:
             m = b.make(b.pick(("{0}.detach() * 0.5", "torch.ones(32, 32) * 1.0")), leaf, prefix="m")
             other = b.make("{0}.detach().tanh()", leaf, prefix="m")

@@ -115,7 +115,7 @@ def past_dispatcher(b: Builder, aim: Aim) -> Iterator[None]:
 # ------------------------------------------------------------------------------------ shared memory
 
 ARRAY_WRITES = (
-    "{0} *= np.float32({value})",
+    "np.multiply({0}, np.float32({value}), out={0})",
     "{0}[...] = np.roll({0}, 3) * np.float32({value})",
     "{0}[2:9] = {value}",
     "{0}.fill({value})",
@@ -304,7 +304,7 @@ RESIZES = (
 def storage_resized(b: Builder, aim: Aim) -> Iterator[None]:
     """Memory is given back and taken again, or exchanged, as sharded training and manual offloading do."""
     persistent = b.chance(0.3)
-    apart = b.chance(0.35) and aim.phase in (Phase.BETWEEN, Phase.FORWARD)
+    apart = b.chance(0.35) and aim.phase is Phase.BETWEEN
 
     def make() -> str:
         if persistent:

@@ -52,7 +52,7 @@ def dispatch_mode(b: Builder, aim: Aim) -> Iterator[None]:
         with b.into(Phase.BACKWARD):
             attack = b.moment(aim.fault, y)
             with b.block(f"with {b.pick(MODES)}:\n    {{body}}", attack=attack):
-                b.call("{0}.backward()", loss)
+                b.call("{0}.backward(retain_graph=True)", loss)
         return
 
     def make(leaf: str) -> str:
@@ -138,7 +138,7 @@ FLAGS = (
     Flag(*_DETERMINISTIC, "by_flags({0})"),
     Flag(*_DETERMINISTIC, "{0} * torch.empty(32, 32).isnan() + {0} * 0.5"),
     Flag(*_DETERMINISTIC, "{0}.index_put((torch.arange(32) % 5,), {0}, accumulate=True)"),
-    Flag(*_THREADS, "{0} * {0}.repeat(12, 12).sin().sum() * 1e-3"),
+    Flag(*_THREADS, "{0} * {0}.repeat(8, 8).sin().sum() * 1e-3"),
     Flag(*_DTYPE, "{0} + torch.linspace(0, 1, 1024).view(32, 32).float()"),
     Flag(*_DTYPE, "{0} * torch.ones(32, 32).div(3).float()"),
     Flag(*_MATH, "F.scaled_dot_product_attention(*({0}.view(1, 2, 16, 32),) * 3).view(32, 32)"),
