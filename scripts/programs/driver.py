@@ -51,10 +51,12 @@ class Job(threading.Thread):
         super().__init__(daemon=True)
         self.function, self.arguments = function, arguments
         self.result = self.error = None
+        self.begun = threading.Event()
         Job.running.append(self)
         self.start()
 
     def run(self):
+        self.begun.set()
         try:
             self.result = self.function(*self.arguments)
         except BaseException as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import gc
 import logging
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +20,6 @@ from typing import Any
 
 import torch
 
-import delta_runtime.runtime as delta_runtime_module
 from delta_runtime import _C
 from scripts.programs import driver, parts
 from scripts.programs.coverage import PLACE_OF, Cell, Place, endangered, moment_of
@@ -359,7 +359,9 @@ def _evictions(runtime: Any) -> int:
 def left_behind() -> str:
     """What a managed run has left in the process that it should not have; "" if nothing."""
     left = []
-    if delta_runtime_module._entered is not None:
+    # Not imported here: what the first use of a runtime does to a process is a question, too.
+    module = sys.modules.get("delta_runtime.runtime")
+    if module is not None and module._entered is not None:
         left.append("a runtime is still entered")
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         left.append("hooks for saved tensors are still there")

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import delta_runtime as delta
-from delta_runtime.decide.policies import Stress, get_policy
 from scripts.programs.driver import Managed
 from scripts.programs.faults import TERMS, Fault
 
@@ -61,17 +60,20 @@ class Settings:
 
     def runtime(self, budget_bytes: int) -> delta.Runtime:
         """A runtime by these settings."""
+        # Imported late: what the first use of a runtime does to a process is a question, too.
+        from delta_runtime.decide.policies import get_policy
+
         policy = dataclasses.replace(get_policy(self.policy), seed=self.seed)
         try:
             if self.check:
                 os.environ["DELTA_CHECK"] = "1"
-            return delta.Runtime(policy=policy, **self._arguments(budget_bytes, policy.stress))
+            return delta.Runtime(policy=policy, **self._arguments(budget_bytes))
         finally:
             os.environ.pop("DELTA_CHECK", None)
 
-    def _arguments(self, budget_bytes: int, stress: Stress) -> dict[str, Any]:
+    def _arguments(self, budget_bytes: int) -> dict[str, Any]:
         arguments: dict[str, Any] = {"device": "cpu", "min_bytes": 0, "verify": self.verify}
-        if stress is Stress.NONE:
+        if not self.policy.startswith("stress_"):
             arguments["budget"] = budget_bytes
         for name in ("host_budget", "link_bytes_per_s", "disk_budget"):
             if getattr(self, name) is not None:
@@ -80,12 +82,10 @@ class Settings:
 
     def script_lines(self) -> str:
         """The same, as source of a standalone script."""
-        stress = get_policy(self.policy).stress
         arguments = "".join(
-            f", {name}={value!r}" for name, value in self._arguments(0, stress).items()
-        ).replace("budget=0,", "budget=budget_bytes,")
-        if stress is Stress.NONE:
-            arguments = arguments.replace(", budget=0", ", budget=budget_bytes")
+            f", {name}={'budget_bytes' if name == 'budget' else repr(value)}"
+            for name, value in self._arguments(0).items()
+        )
         return (
             "import dataclasses\n\n"
             "from delta_runtime.decide.policies import get_policy\n\n"

@@ -21,17 +21,19 @@ DRAWS = (
     "torch.randint(0, 100, (4,), generator={g})",
     "torch.empty(8).normal_(generator={g})",
 )
-DROPPING = ("F.dropout({0}, 0.3)", "{0} * torch.rand_like({0})", "F.dropout({0}, 0.3).tanh()", "{0} + torch.randn(32, 32) * 0.1")
+DROPPING = ("F.dropout({0}, 0.3)", "{0} * torch.rand_like({0})", "F.dropout({0}, 0.3).tanh()", "{0} + torch.randn_like({0}) * 0.1")
 OWN_DROPPING = (
-    "{0} * torch.rand(32, 32, generator={1})",
-    "{0} * torch.bernoulli(torch.full((32, 32), 0.7), generator={1})",
-    "{0} + torch.empty(32, 32).normal_(generator={1})",
+    "{0} * torch.rand({0}.shape, generator={1})",
+    "{0} * torch.bernoulli(torch.full({0}.shape, 0.7), generator={1})",
+    "{0} + torch.empty({0}.shape).normal_(generator={1})",
 )
 
 
 def _victims(b: Builder, leaf: str, own: str | None) -> tuple[str, list[str]]:
     """A chain of random ops; returns its end and the values that would be made again."""
-    h, made = b.make("{0} * 1.0", leaf, prefix="y"), []
+    # Wide values take longer to draw than a thread takes to come in between.
+    wide = b.pick(("{0} * 1.0", "{0}.repeat(4, 4)", "{0}.repeat(8, 8)"))
+    h, made = b.make(wide, leaf, prefix="y"), []
     for _ in range(b.pick((2, 4, 6))):
         args = (h,) if own is None else (h, own)
         h = b.make(b.pick(DROPPING if own is None else OWN_DROPPING), *args, prefix="y")
@@ -45,7 +47,7 @@ def draws_on_threads(b: Builder, aim: Aim) -> Iterator[None]:
     """Threads draw from a generator while backward asks for values that were made with it."""
     own = b.prepared("torch.Generator().manual_seed(SEED + 1)", "g") if b.chance(0.25) else None
     draw = b.pick(DRAWS).replace("{g}", "{0}" if own else "None")
-    count = b.pick((20, 60, 150))
+    count = b.pick((60, 150, 400))
     reseed = own is None and b.chance(0.1)
     leaf = leaf_for(b, aim)
     yield
@@ -65,6 +67,7 @@ def draws_on_threads(b: Builder, aim: Aim) -> Iterator[None]:
                 if reseed:
                     body = "torch.manual_seed(step)\n" + body
                 b.emit(Kind.MAKE, body, *((own,) if own else ()), out=(drawn,))
+            b.call("{0}.begun.wait()", job)
             b.call("{0}.backward()", loss)
             b.call("{0}.wait()", job)
             b.call("note('drawn', {0})", drawn)
@@ -114,9 +117,12 @@ def fresh_thread(b: Builder, aim: Aim) -> Iterator[None]:
     """Backward of convolutions on a thread that torch has not seen before."""
     yield
     # No optimizer has it, so that its graph outlives a step.
-    w = b.once("wide conv", "torch.randn(16, 16, 3, 3).mul_(0.1).requires_grad_()", "s")
+    channels, batch = b.pick(((4, 8), (4, 2), (8, 8)))
+    key, shape = f"thread conv {channels}", f"{channels}, {channels}, 3, 3"
+    w = b.once(key, f"torch.randn({shape}).mul_(0.1).requires_grad_()", "s")
     with making_steps(b, aim):
-        x = b.make("torch.linspace(-1, 1, 65536).view(4, 16, 32, 32)", prefix="x")
+        size = batch * channels * 256
+        x = b.make(f"torch.linspace(-1, 1, {size}).view({batch}, {channels}, 16, 16)", prefix="x")
         y = b.make(CONV, x, w, prefix="y")
         y = b.make("{0}.tanh()", y, prefix="y")
         y = b.make(CONV, y, w, prefix="y")
