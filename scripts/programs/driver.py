@@ -192,7 +192,8 @@ def drive(program, managed_by=None):
     seen = []
     program["note"] = lambda label, value: seen.append((label, freeze(value)))
     program["PROGRAM"] = program
-    seed_all(program["SEED"])
+    seed = program["SEED"] + 7919 * program.get("RANK", 0)
+    seed_all(seed)
     management = managed_by() if managed_by else _Ordinary()
     program["MANAGEMENT"] = management
     with flags_restored(), warnings.catch_warnings():
@@ -225,9 +226,8 @@ def _run_step(program, step, seen, management):
                         program["_look"]()
                     program[where](step)
             where = "leave"
-        for name in program["PERSISTENT"]:
-            value = program.get(name)
-            if isinstance(value, torch.Tensor) and value.grad is not None:
+        for name, value in _tensors(program):
+            if value.grad is not None:
                 seen.append((f"step {step}: gradient of {name}", freeze(value.grad)))
         where = "after"
         program["after"](step)
@@ -235,23 +235,35 @@ def _run_step(program, step, seen, management):
         names = tuple(each.__name__ for each in type(error).__mro__)
         seen.append((f"step {step}: error in {where}", (names, str(error)[:400])))
         _abandon(program)
-        seed_all(program["SEED"] + step)
+        seed_all(program["SEED"] + 7919 * program.get("RANK", 0) + step)
     for name in program["LOCAL"]:
         program.pop(name, None)
+    seen.extend((f"step {step}: {name}", freeze(value)) for name, value in _tensors(program))
     for name in program["PERSISTENT"]:
         value = program.get(name)
-        if isinstance(value, (torch.Tensor, np.ndarray, torch.Generator, list)):
+        if isinstance(value, (np.ndarray, torch.Generator, list)):
             seen.append((f"step {step}: {name}", freeze(value)))
     seen.extend((f"step {step}: {label}", state) for label, state in random_states())
+
+
+def _tensors(program):
+    """Names and tensors that live as long as the program, those of modules too."""
+    found = []
+    for name in program["PERSISTENT"]:
+        value = program.get(name)
+        if isinstance(value, torch.Tensor):
+            found.append((name, value))
+        elif isinstance(value, torch.nn.Module):
+            found += [(f"{name}.{inner}", each) for inner, each in value.named_parameters()]
+            found += [(f"{name}.{inner}", each) for inner, each in value.named_buffers()]
+    return found
 
 
 def _abandon(program):
     """Forgets a step that raised."""
     Job.join_all()
-    for name in program["PERSISTENT"]:
-        value = program.get(name)
-        if isinstance(value, torch.Tensor):
-            value.grad = None
+    for _, value in _tensors(program):
+        value.grad = None
     for name in program["LASTING"]:
         program[name] = None
 

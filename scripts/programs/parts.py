@@ -22,6 +22,7 @@ import threading
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -36,7 +37,7 @@ from pathlib import Path
 
 from scripts.programs.driver import Job
 
-_USED_BY_PROGRAMS = (contextlib, io, itertools, mmap, random, sys, tempfile, threading, F, nn, checkpoint, Job)
+_USED_BY_PROGRAMS = (contextlib, io, itertools, mmap, random, sys, tempfile, threading, dist, F, nn, checkpoint, Job)
 IMPORTS = (
     Path(__file__).read_text().split("# --- imports ---\n")[1].split("# --- parts ---\n")[0]
     + "\nimport hashlib\nimport signal\nimport warnings\n\nimport delta_runtime as delta\nfrom delta_runtime import cpu_pool\n"
@@ -529,6 +530,125 @@ class ReadsAttribute(torch.autograd.Function):
         return gradient * w * getattr(w, "scale", 1.0), None
 
 
+# ------------------------------------------------------------------------------------ two processes
+
+
+@_part
+class Reduced(torch.autograd.Function):
+    """Adds its input up over the processes, in place, as tensor parallel layers do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+@_part
+class ReducedBack(torch.autograd.Function):
+    """Adds its gradient up over the processes."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+@_part
+class ReducedSaved(torch.autograd.Function):
+    """Adds a copy up over the processes and saves it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.clone()
+        dist.all_reduce(y)
+        y = y * 0.5
+        ctx.save_for_backward(y)
+        return y * y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (y,) = ctx.saved_tensors
+        return gradient * 2 * y
+
+
+@_part
+class Gathered(torch.autograd.Function):
+    """Gathers its input from the processes into tensors that torch made, and adds them up."""
+
+    @staticmethod
+    def forward(ctx, x):
+        pieces = [torch.zeros_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(pieces, x.contiguous())
+        return pieces[0] + pieces[1] * 0.5
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (1.0 if dist.get_rank() == 0 else 0.5)
+
+
+@_part
+def exchange(x):
+    """What the other process has for `x`, received into a tensor of zeros."""
+    other = 1 - dist.get_rank()
+    buffer = torch.zeros_like(x)
+    requests = [dist.isend(x.contiguous(), other), dist.irecv(buffer, other)]
+    for request in requests:
+        request.wait()
+    return buffer
+
+
+@_part
+def receive(x):
+    """`x` of the first process, in all."""
+    if dist.get_rank() == 0:
+        dist.send(x.contiguous(), 1)
+        return x.clone()
+    buffer = torch.zeros_like(x)
+    dist.recv(buffer, 0)
+    return buffer
+
+
+@_part
+def gather_into(x):
+    """`x` of all processes, one after the other, in a tensor that torch made."""
+    whole = torch.zeros(dist.get_world_size() * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(whole, x.contiguous())
+    return whole
+
+
+@_part
+def scatter_sum(x):
+    """This process's half of the sum."""
+    half = torch.zeros(x.shape[0] // 2, *x.shape[1:])
+    dist.reduce_scatter_tensor(half, x.contiguous())
+    return torch.cat((half, half))
+
+
+@_part
+class TinyNet(nn.Module):
+    """Two layers with dropout and a buffer."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.dropout = dropout
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        self.seen += 1
+        h = F.dropout(self.first(x).tanh(), self.dropout)
+        return self.second(h).sigmoid() * h
+
+
 # ------------------------------------------------------------------------------------ custom ops
 
 
@@ -622,3 +742,65 @@ def close_runtimes(management):
     """Closes the runtimes that manage a program; an ordinary run has none."""
     for runtime in management.runtimes:
         runtime.close()
+
+
+# ------------------------------------------------------------------------------------ compiled parts
+
+
+@_part
+def compiled_chain(x, w):
+    return ((x @ w) * 0.2).sin() * x
+
+
+@_part
+def compiled_layers(x, w):
+    h = F.gelu(F.linear(x, w) * 0.2)
+    return F.layer_norm(h + x, (32,)).tanh()
+
+
+@_part
+def compiled_dropout(x):
+    return F.dropout(x.sin(), 0.3) * 0.5
+
+
+@_part
+def compiled_in_place(x):
+    y = x * 2.0
+    y.add_(x.cos())
+    y[3:9].mul_(0.5)
+    return y.sigmoid()
+
+
+@_part
+def compiled_two(x, w):
+    return x.exp().clamp(max=3) * w, (x + w).tanh()
+
+
+@_part
+def compiled_batched(x, w):
+    return torch.matmul(x.view(2, 16, 32), w).view(32, 32).mul(0.2).tanh()
+
+
+@_part
+def compiled_scale_(t):
+    t.mul_(3.0)
+
+
+@_part
+def compiled_fill_(t):
+    t[4:20].fill_(0.25)
+
+
+@_part
+def compiled_copy_(t, source):
+    t.copy_(source.t() * 0.5)
+
+
+@_part
+def compiled(function, backend):
+    """The function, compiled once in a process."""
+    known = compiled.__dict__.setdefault("known", {})
+    if (function, backend) not in known:
+        torch._dynamo.config.recompile_limit = 64
+        known[function, backend] = torch.compile(function, backend=backend, dynamic=False)
+    return known[function, backend]

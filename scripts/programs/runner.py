@@ -24,7 +24,7 @@ from delta_runtime import _C
 from scripts.programs import driver, parts
 from scripts.programs.coverage import PLACE_OF, Cell, Place, endangered, moment_of
 from scripts.programs.driver import Peak, drive, first_difference
-from scripts.programs.faults import TERMS, Fault, Moment
+from scripts.programs.faults import TERMS, Family, Fault, Moment
 from scripts.programs.program import Instruction, Program
 from scripts.programs.render import Marks, render
 from scripts.programs.settings import Settings
@@ -89,15 +89,16 @@ def names_of_parts() -> dict[str, Any]:
 
 
 _IMPORTED = (
-    "contextlib ctypes io itertools mmap random sys tempfile threading np torch F nn checkpoint"
+    "contextlib ctypes dist io itertools mmap random sys tempfile threading np torch F nn checkpoint"
 ).split()
 
 
 class Prepared:
     """A program that can be run any number of times."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, rank: int = 0) -> None:
         self.program = program
+        self.rank = rank
         self.instructions: list[Instruction] = list(program.instructions())
         self.endangered = endangered(program)
         made = frozenset(n for numbers in self.endangered.values() for n in numbers)
@@ -107,6 +108,7 @@ class Prepared:
     def run(self, managed_by: Any = None, watch: Watch | None = None) -> list[tuple[str, Any]]:
         """One run; see driver.drive."""
         names = names_of_parts()
+        names["RANK"] = self.rank
         names["_probe"] = watch.probe if watch else _nothing
         names["_made"] = watch.made if watch else _nothing
         if watch:
@@ -242,35 +244,63 @@ def _listen() -> _Log:
 # ------------------------------------------------------------------------------------ verdicts
 
 
-def judge(program: Program, settings: Settings) -> Result:
-    """Runs a program three times and says what came of it."""
+class Company:
+    """The processes that run one program at the same time: here, this one alone."""
+
+    rank = 0
+    alone = True
+
+    def any_says(self, flag: bool) -> bool:
+        """Whether any of them says yes; called by all of them in the same places."""
+        return flag
+
+
+ALONE = Company()
+
+
+def judge(program: Program, settings: Settings, company: Company = ALONE) -> Result:
+    """Runs a program and says what came of it.
+
+    Args:
+        program: the program.
+        settings: how it is managed.
+        company: who else runs it at the same time.
+    """
     begin = time.perf_counter()
     try:
-        prepared = Prepared(program)
+        prepared = Prepared(program, company.rank)
     except Exception:
         return Result(Verdict.BROKEN, traceback.format_exc(limit=-3))
-    result = _judge(prepared, settings)
+    result = _judge(prepared, settings, company)
     gc.collect(0)
     return replace(result, seconds=time.perf_counter() - begin)
 
 
-def _judge(prepared: Prepared, settings: Settings) -> Result:
+def _judge(prepared: Prepared, settings: Settings, company: Company) -> Result:
     try:
+        if prepared.program.family is Family.COMPILED:
+            prepared.run()  # what is compiled for the first time may draw and log
         with Peak() as peak:
             expected = prepared.run()
         peak.share = settings.share
         raised = any(isinstance(payload, tuple) for _, payload in expected)
-        # Where the managed run has the same bits nobody needs to know; some are run again all the same.
-        if prepared.program.seed % ALWAYS_AGAIN == 0 and (changed := _changes(prepared, expected, 1)):
-            return Result(Verdict.NOT_REPEATABLE, changed, raised)
     except Exception:
         return Result(Verdict.BROKEN, traceback.format_exc(limit=-4))
-    result = _managed(prepared, settings, peak, expected)
-    if result.verdict in (Verdict.SILENT, Verdict.LOUD, Verdict.LEGALLY_LOUD):
-        changed = _changes(prepared, expected, ORDINARY_RUNS - 1)
-        if changed:
+    # Where the managed run has the same bits nobody needs to know; some are run again all the same.
+    if prepared.program.seed % ALWAYS_AGAIN == 0:
+        changed = _changes(prepared, expected, 1)
+        if company.any_says(bool(changed)):
             return Result(Verdict.NOT_REPEATABLE, changed, raised)
-    return replace(result, raised=raised)
+    result = replace(_managed(prepared, settings, peak, expected), raised=raised)
+    loud = result.verdict in (Verdict.LOUD, Verdict.LEGALLY_LOUD)
+    if company.any_says(loud) and not company.alone:
+        return result  # the others wait in vain for what this one had to say: no run is like another now
+    doubtful = loud or result.verdict is Verdict.SILENT
+    if company.any_says(doubtful):
+        changed = _changes(prepared, expected, ORDINARY_RUNS - 1)
+        if doubtful and changed:
+            return Result(Verdict.NOT_REPEATABLE, changed, raised)
+    return result
 
 
 def _changes(prepared: Prepared, expected: list[tuple[str, Any]], times: int) -> str:
