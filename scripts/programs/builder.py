@@ -28,6 +28,7 @@ class Builder:
     Attributes:
         pool: squares that depend on a leaf and can be used now.
         leaves, other_leaves: squares, and other shapes, that the optimizer updates.
+        calm: nothing that a signal leaves half done: no contexts of torch's, which do not bear that.
         sinks: squares that the loss has to depend on.
     """
 
@@ -44,6 +45,7 @@ class Builder:
         self.sinks: list[str] = []
         self.closing: list[Callable[[], None]] = []
         self.attributes: set[str] = set()
+        self.calm = False
         self.interrupts: dict[int, float] = {}
         self.group = -1
         self.when: tuple[int, ...] | None = None

@@ -306,6 +306,7 @@ def _attempt(program, step, seen, management):
     del seen[length:]
     if fired and not arrived:
         seen.append((f"step {step}: the signal was lost", b""))
+    torch.set_grad_enabled(True)  # a signal inside of `with` may leave half of it behind
     Job.join_all()
     for name in program["LOCAL"]:
         program.pop(name, None)

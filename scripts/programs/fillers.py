@@ -581,9 +581,15 @@ _WEIGHTS = tuple(weight for weight, _ in FILLERS)
 _FUNCTIONS = tuple(filler for _, filler in FILLERS)
 
 
+_WITH_CONTEXTS = frozenset(
+    (autocast, no_grad_block, evaluation_loop, checkpointed, other_hooks, functional, in_place_later)
+)
+
+
 def fill(b: Builder) -> None:
     """Adds one filler of any kind."""
-    b.rng.choices(_FUNCTIONS, weights=_WEIGHTS)[0](b)
+    filler = b.rng.choices(_FUNCTIONS, weights=_WEIGHTS)[0]
+    (unary if b.calm and filler in _WITH_CONTEXTS else filler)(b)
 
 
 def evaluate_between_steps(b: Builder) -> None:

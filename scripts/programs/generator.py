@@ -24,7 +24,6 @@ ONLY_IN = {Fault.COLLECTIVE: Family.TWO_PROCESS, Fault.COMPILED: Family.COMPILED
 
 NOT_WITH_INTERRUPTS = frozenset(Fault) - {
     Fault.INTERRUPT,
-    Fault.DISPATCH_MODE,
     Fault.SUBCLASS_OPERAND,
     Fault.PARTIAL_OVERWRITE,
     Fault.AUDIT_DRAWS,
@@ -117,6 +116,7 @@ def _make_program(rng: random.Random, number: int, family: Family) -> Program:
     b.leaf(), b.leaf()
     micro = 1
     chosen = _chosen_aims(rng, number, family)
+    b.calm = Fault.INTERRUPT in {aim.fault for aim in chosen}
     running = [_Running(ATTACKS[aim.fault](b, aim), group) for group, aim in enumerate(chosen)]
     if rng.random() < 0.12 and Fault.INTERRUPT not in {aim.fault for aim in chosen}:
         micro = 2
@@ -179,7 +179,8 @@ def _close(b: Builder) -> None:
         for loss in losses[:-1]:  # they share parts of the graph
             b.call("{0}.backward(retain_graph=True)", loss)
         weights = [weight for weight, _ in BACKWARDS]
-        b.call(rng.choices([code for _, code in BACKWARDS], weights=weights)[0], losses[-1])
+        code = rng.choices([code for _, code in BACKWARDS], weights=weights)[0]
+        b.call(BACKWARDS[0][1] if b.calm else code, losses[-1])
     for emit in b.closing:
         emit()
     _optimize(b)

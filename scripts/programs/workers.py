@@ -15,6 +15,7 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -55,6 +56,7 @@ def _serve(pipe: Connection, log: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # where it hangs
     from scripts.programs.serve import Server
 
     server = Server()
@@ -119,9 +121,12 @@ class Worker:
         from scripts.programs.runner import Result, Verdict
 
         request = self.request
-        assert request is not None
+        assert request is not None and self.process.pid is not None
         self.request = None
         if not self.pipe.poll(0):
+            with contextlib.suppress(OSError):
+                os.kill(self.process.pid, signal.SIGUSR1)
+                time.sleep(0.5)
             tail = self._tail()
             self.renew()
             return request, Result(Verdict.HUNG, f"no end after {self.limit_s:.0f} s. {tail}")
