@@ -11,7 +11,8 @@ Takes about 25 milliseconds of one core for an eager program, 20 minutes for 20,
 0.2 s for one with two processes, and 1 s for one with compiled parts once those are compiled. Needs no GPU.
 
     python scripts/stress_programs.py [--family eager] [--programs 1000] [--seed 0] [--start 0] [--jobs 2]
-        [--seconds S] [--out FILE] [--faults NAME ...] [--sabotage NAME] [--until-found] [--strict] [--minimise 3]
+        [--seconds S] [--out FILE] [--faults NAME ...] [--sabotage NAME] [--until-found] [--strict] [--settled]
+        [--minimise 3]
     python scripts/stress_programs.py --show 17          # program 17 as a script, not run
 
 `--out` writes a line of JSON per program; a run that is given a file that exists goes on behind its last program.
@@ -36,6 +37,8 @@ from scripts.programs.workers import Bench, Request, clean_environment, run_all
 
 clean_environment()
 
+UNKNOWN = "NO_ATTACK"
+"""What a finding is put down to that comes up without any of the program's attacks."""
 LIMIT_S = {"eager": 30.0, "two_process": 60.0, "compiled": 300.0}
 """Most seconds that one program may take, by family."""
 
@@ -55,6 +58,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--until-found", action="store_true", help="end at the first finding")
     parser.add_argument("--strict", action="store_true", help="no error is legal")
     parser.add_argument("--minimise", type=int, default=3, help="how many findings to make small")
+    parser.add_argument(
+        "--settled", action="store_true", help="workers have used a runtime before their first program"
+    )
     parser.add_argument("--show", type=int, help="print one program as a script")
     return parser.parse_args(arguments)
 
@@ -153,7 +159,7 @@ class Stress:
         for number in range(self.start, end):
             if wanted and not wanted & {f.name for f in self.case(number).program.faults()}:
                 continue
-            yield Request(number, self.options.seed, self.options.family, sabotage=self.sabotage)
+            yield Request(number, self.options.seed, self.options.family, sabotage=self.sabotage, settled=self.options.settled)
 
     # ------------------------------------------------------------------ results
 
@@ -167,7 +173,7 @@ class Stress:
         faults = tuple(sorted(fault.name for fault in case.program.faults()))
         if found and "Python's generator" in result.detail:
             faults = ("PYTHON_RANDOM",)  # it happens once in a process, whatever the program does
-        elif found and len(case.program.groups()) > 1:
+        elif found:
             faults = self._culprits(case, result)
         line = {
             "number": number,
@@ -204,7 +210,8 @@ class Stress:
                 self.table.loud[Fault[name]] += 1
         if line["culprits"]:
             for name in line["culprits"]:
-                self.table.findings[Fault[name]] += 1
+                if name != UNKNOWN:
+                    self.table.findings[Fault[name]] += 1
             tally.findings.append(
                 Finding(line["number"], tally.programs, finding, tuple(line["culprits"]))
             )
@@ -232,7 +239,7 @@ class Stress:
         from scripts.programs.runner import culprits
 
         guilty = culprits(case.program, case.settings, result, self._bench().judge)
-        return tuple(sorted(fault.name for fault in guilty or case.program.faults()))
+        return tuple(sorted(fault.name for fault in guilty)) or (UNKNOWN,)
 
     # ------------------------------------------------------------------ the end
 

@@ -76,6 +76,7 @@ def _chosen_aims(rng: random.Random, number: int, family: Family) -> list[Aim]:
         if rng.random() < 0.3:
             chosen.append(rng.choice(every))
     else:
+        every += [aim for aim in every if aim.fault is Fault.INTERRUPT] * 3  # it has one phase only
         # A stride that has no common divisor with the number of aims spreads neighbours apart.
         chosen = [every[number * 29 % len(every)]]
         if rng.random() < 0.5:

@@ -406,7 +406,7 @@ def left_behind() -> str:
 def culprits(
     program: Program, settings: Settings, result: Result, judge_it: Callable[[Program, Settings], Result]
 ) -> set[Fault]:
-    """The faults that a finding is about: of the attacks without which it does not come up."""
+    """The faults that a finding is about: of the attacks without which it does not come up; none: of no attack."""
     from scripts.programs.minimise import remove  # which judges, too
 
     guilty: set[Fault] = set()
@@ -414,4 +414,8 @@ def culprits(
         numbers = {n for n, each in enumerate(program.instructions()) if each.group == group}
         if judge_it(remove(program, numbers), settings).verdict is not result.verdict:
             guilty |= faults
+    if not guilty:
+        numbers = {n for n, each in enumerate(program.instructions()) if each.group >= 0}
+        if judge_it(remove(program, numbers), settings).verdict is not result.verdict:
+            return program.faults()
     return guilty

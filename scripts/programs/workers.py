@@ -40,6 +40,8 @@ class Request:
         program: the program as JSON, in place of seed and number.
         settings: how that one is managed.
         sabotage: number to break the runtime with; 0: none.
+        settled: what the first use of a runtime does to a process is over before; so it always is for programs
+            that come as JSON.
     """
 
     number: int
@@ -48,6 +50,7 @@ class Request:
     program: str = ""
     settings: Any = None
     sabotage: int = 0
+    settled: bool = False
 
 
 def _serve(pipe: Connection, log: str) -> None:
