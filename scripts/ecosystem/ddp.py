@@ -1,0 +1,32 @@
+"""DistributedDataParallel on two processes: torchrun --nproc-per-node 2 ddp.py"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+layer = nn.TransformerEncoderLayer(192, 6, 768, dropout=0.1, batch_first=True, norm_first=True)
+model = nn.Sequential(
+    nn.Embedding(1000, 192),
+    nn.TransformerEncoder(layer, 3, enable_nested_tensor=False),
+    nn.Linear(192, 1000),
+)
+model = DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+generator = torch.Generator().manual_seed(rank)
+torch.manual_seed(rank)
+
+for _ in range(8):
+    tokens = torch.randint(0, 1000, (8, 129), generator=generator)
+    logits = model(tokens[:, :-1])
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"rank {rank} loss {loss.item().hex()}", flush=True)
+total = sum(p.detach().double().sum() for p in model.parameters())
+print(f"rank {rank} weights {total.item().hex()}", flush=True)
+dist.destroy_process_group()
