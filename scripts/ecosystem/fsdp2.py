@@ -13,7 +13,7 @@ torch.manual_seed(0)
 layer = nn.TransformerEncoderLayer(192, 6, 768, dropout=0.1, batch_first=True, norm_first=True)
 model = nn.Sequential(
     nn.Embedding(1000, 192),
-    nn.TransformerEncoder(layer, 3, enable_nested_tensor=False),
+    nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
     nn.Linear(192, 1000),
 )
 for block in model[1].layers:
@@ -23,8 +23,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 generator = torch.Generator().manual_seed(rank)
 torch.manual_seed(rank)
 
-for _ in range(8):
-    tokens = torch.randint(0, 1000, (8, 129), generator=generator)
+for _ in range(6):
+    tokens = torch.randint(0, 1000, (4, 129), generator=generator)
     logits = model(tokens[:, :-1])
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
