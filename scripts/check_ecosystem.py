@@ -98,6 +98,7 @@ PROGRAMS: tuple[Program, ...] = (
     Program("HF Trainer, evaluation", "trainer", ("--evaluate",), _HF),
     Program("HF Trainer, bf16", "trainer", ("--bf16",), _HF),
     Program("HF Trainer, padded batches, BERT", "trainer_padded", packages=_HF),
+    Program("HF Trainer, masked, accumulation 4, BERT", "trainer_masked", packages=_HF),
     Program("HF Trainer, resumed, Llama", "trainer_resume", packages=_HF),
     Program("accelerate, own loop", "accelerate_loop", packages=("accelerate",)),
     Program("Lightning, batch norm", "lightning_module", packages=("lightning",)),

@@ -17,15 +17,18 @@ options = parser.parse_args()
 
 
 class Tokens(torch.utils.data.Dataset):
+    """Rows of tokens that are made when they are asked for."""
+
     def __init__(self, count, seed):
-        generator = torch.Generator().manual_seed(seed)
-        self.rows = torch.randint(0, 1000, (count, 128), generator=generator)
+        self.count, self.seed = count, seed
 
     def __len__(self):
-        return len(self.rows)
+        return self.count
 
     def __getitem__(self, index):
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+        generator = torch.Generator().manual_seed(1000 * self.seed + index)
+        row = torch.randint(0, 1000, (128,), generator=generator)
+        return {"input_ids": row, "labels": row.clone()}
 
 
 class LoudTrainer(Trainer):
