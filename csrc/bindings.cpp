@@ -398,7 +398,7 @@ void bind_session(py::module_& m) {
           "Called when many events have piled up.")
       .def("tick", [](const Session& s) { return s.tick_; })
       .def("step_begin_tick", [](const Session& s) { return s.step_begin_tick_; })
-      .def("fingerprint", [](const Session& s) { return s.fingerprint_; })
+      .def("fingerprint", [](const Session& s) { return mix(s.fingerprint_, s.saves_); })
       .def("drain_events",
            [](Session& s) {
              std::vector<Event> events;

@@ -433,10 +433,15 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
   ++counters_.ops;
 
   uint64_t signature = mix(info->name_hash, in_backward ? 2 : 1);
+  const bool grads = at::GradMode::is_enabled();
+  uint64_t wanted_grads = grads ? 1 : 0;
   int64_t input_bytes = 0;
   for (const auto& x : inputs) {
     for_each_tensor(x, [&](const at::Tensor& t, int) {
       signature = mix_geometry(signature, t);
+      if (grads) {
+        wanted_grads = 2 * wanted_grads + (t.defined() && t.requires_grad() ? 1 : 0);
+      }
       if (t.defined() && t.has_storage()) {
         input_bytes += t.numel() * static_cast<int64_t>(t.itemsize());
       }
@@ -475,7 +480,10 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
       guard.lock();
     }
     if (record) {
-      fingerprint_ = mix(fingerprint_, signature);
+      // The same ops are another step where other tensors are saved: a model that only generates, a
+      // frozen part, a part inside of a checkpoint.
+      fingerprint_ = mix(mix(fingerprint_, saves_), mix(signature, wanted_grads));
+      saves_ = 0;
       sequence_ = mix(sequence_, info->name_hash);
       if (!info->certain) {  // an audit at p=0 says nothing of p=0.1
         fingerprint_ = mix_numbers(fingerprint_, inputs);

@@ -91,6 +91,7 @@ void Session::pack(const at::Tensor& t, Ticket& ticket) {
   Guard guard(*this);
   ++counters_.packs;
   ++live_tickets_;
+  saves_ = mix(saves_, plain ? static_cast<uint64_t>(t.numel()) : 1);
   ticket.session = c10::intrusive_ptr<Session>::reclaim_copy(this);
   if (!plain || inference) {
     keep(KeptReason::Layout, nullptr);
@@ -296,6 +297,7 @@ bool Session::attach_plan(Page& page) {
            plan.fingerprint[static_cast<size_t>(key)] == page.current->fingerprint;
   };
   if (plan_ == nullptr || !fits(*plan_)) {
+    const bool first = plan_ == nullptr;
     plan_ = nullptr;
     for (auto& plan : plans_) {
       if (fits(*plan)) {
@@ -303,20 +305,34 @@ bool Session::attach_plan(Page& page) {
         break;
       }
     }
+    if (plan_ != nullptr && !first) {
+      // Two steps that begin alike: what was saved so far is in this plan too, and goes by it now.
+      for (auto& [id, other] : managed_) {
+        const auto row = static_cast<size_t>(other->current->key);
+        if (other->packed_at >= step_begin_tick_ && row < plan_->fingerprint.size() &&
+            plan_->fingerprint[row] == other->current->fingerprint) {
+          follow(*plan_, *other);
+        }
+      }
+    }
   }
   if (plan_ == nullptr) {
     ++counters_.plan_misses;
     return false;
   }
-  const auto row = static_cast<size_t>(key);
-  page.weight = (page.rebuilt ? plan_->rebuilt_weight : plan_->weight)[row];
-  page.planned = plan_->exit[row] != kStays;
-  if (page.planned) {
-    page.exit = static_cast<Exit>(plan_->exit[row]);
-  }
-  const int64_t at = plan_->prefetch_at[row];
-  page.prefetch_at = at < 0 ? -1 : at + step_begin_tick_;
+  follow(*plan_, page);
   return true;
+}
+
+void Session::follow(const PlanTable& plan, Page& page) {
+  const auto row = static_cast<size_t>(page.current->key);
+  page.weight = (page.rebuilt ? plan.rebuilt_weight : plan.weight)[row];
+  page.planned = plan.exit[row] != kStays;
+  if (page.planned) {
+    page.exit = static_cast<Exit>(plan.exit[row]);
+  }
+  const int64_t at = plan.prefetch_at[row];
+  page.prefetch_at = at < 0 ? -1 : at + step_begin_tick_;
 }
 
 // How a page leaves while no policy has said so: the way that takes less time.

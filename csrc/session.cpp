@@ -158,6 +158,7 @@ void Session::begin_step() {
   fingerprint_ = 0;
   sequence_ = 0;
   packs_before_step_ = counters_.packs;
+  saves_ = 0;
   phase_ = Phase::Forward;
   boundary_peak_bytes_ = 0;
   plan_ = plans_.empty() ? nullptr : plans_.front().get();

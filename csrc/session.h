@@ -461,6 +461,7 @@ struct Session : c10::intrusive_ptr_target {
   void add_candidate(Page& page);
   void remove_candidate(Page& page);
   bool attach_plan(Page& page);  // whether a plan knows it
+  void follow(const PlanTable& plan, Page& page);
   double default_weight(const Page& page) const;
   Exit default_exit(const Page& page) const;
   int64_t next_use_of(Page& page, int64_t now) const;  // ticks; -1: unknown
@@ -486,9 +487,10 @@ struct Session : c10::intrusive_ptr_target {
   int64_t step_ = 0;
   int64_t step_begin_tick_ = 0;
   int64_t next_key_ = 0;
-  int64_t frontier_ = 0;  // tick at which the page that was unpacked last had been packed
-  uint64_t fingerprint_ = 0;
-  uint64_t sequence_ = 0;  // as fingerprint_, but of the ops' names alone
+  int64_t frontier_ = 0;      // tick at which the page that was unpacked last had been packed
+  uint64_t fingerprint_ = 0;  // of the step so far
+  uint64_t saves_ = 0;        // what was saved since it was made
+  uint64_t sequence_ = 0;     // as fingerprint_, but of the ops' names alone
   int64_t packs_before_step_ = 0;
   uint64_t stranger_draws_before_ = stranger_draws().from_default();  // when the session began
   uint64_t walk_ = 0;

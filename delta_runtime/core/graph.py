@@ -30,7 +30,7 @@ class StepGraph:
 
     Args:
         fingerprint: identifies the step's forward: equal for steps that run the same ops on the
-            same shapes.
+            same shapes, for the same tensors that need a gradient, and save as much.
         op_name: name of each op, with its overload.
         op_tick: tick at which each op began.
         op_seconds: seconds of each op, by the host's clock on the CPU.
