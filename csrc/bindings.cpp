@@ -1,4 +1,4 @@
-// The only file that knows Python: delta_runtime._C.
+// With signals.cpp the only file that knows Python: delta_runtime._C.
 //
 // Threads and the GIL: every function here is called with the GIL. Rebuilding runs with the GIL
 // released. The pump takes the GIL at an op boundary, with no lock of ours held.
@@ -15,6 +15,7 @@
 #include "python_random.h"
 #include "replay.h"
 #include "session.h"
+#include "signals.h"
 #include "spill_file.h"
 
 namespace py = pybind11;
@@ -84,6 +85,7 @@ PyObject* py_unpack(PyObject* /*self*/, PyObject* argument) {
     // With lanes somebody else may bring it back right now, and need the GIL for that.
     if (ticket.is_away() || (ticket.session && !ticket.session->tiers_.empty())) {
       py::gil_scoped_release no_gil;
+      let_signals_in();
       t = ticket.session->unpack(ticket);
     } else {
       t = ticket.session->unpack(ticket);
@@ -237,11 +239,17 @@ std::function<void(int64_t)> callback_of(py::object callable) {
   return [holder](int64_t argument) {
     py::gil_scoped_acquire gil;
     py::error_scope pending;  // an error may be pending when an op runs inside a destructor
+    Shield shield;
     try {
       (*holder)(argument);
     } catch (py::error_already_set& e) {
-      e.discard_as_unraisable(
-          "delta_runtime: the policy failed; evicting by the last known weights");
+      if (e.matches(PyExc_Exception) && !e.matches(PyExc_Warning)) {
+        e.discard_as_unraisable(
+            "delta_runtime: the policy failed; evicting by the last known weights");
+      } else {  // an interrupt; a warning, where those are errors
+        e.restore();
+        raise_later();
+      }
     }
   };
 }
@@ -334,9 +342,8 @@ void bind_session(py::module_& m) {
       .def("unpack_hook", [](c10::intrusive_ptr<Session> s) { return hook(s, &g_unpack_method); })
       .def("enter", &Session::enter)
       .def("leave", &Session::leave)
-      .def(
-          "forget_lock", [](Session& s) { s.mutex_.unlock(); },
-          "In a forked child: whoever held the lock does not exist here.")
+      .def("forget_locks", &Session::forget_locks,
+           "In a forked child: whoever held them does not exist here.")
       .def("stop_lanes", &Session::stop_lanes, py::call_guard<py::gil_scoped_release>(),
            "Ends the lanes' threads; what comes later is copied at once.")
       .def("tiers", &tiers_of,
@@ -529,6 +536,9 @@ PYBIND11_MODULE(_C, m) {
   delta::bind_pool(m);
   delta::bind_session(m);
   delta::bind_ticket(m);
+  if (!delta::bind_signals(m.ptr())) {
+    throw py::error_already_set();
+  }
   m.def(
       "set_sabotage", [](int which) { delta::set_sabotage(static_cast<delta::Sabotage>(which)); },
       "Break one rule of replay on purpose, for the tests that prove that the tests can fail; 0 "

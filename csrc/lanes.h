@@ -81,7 +81,8 @@ class Lane {
   Lane& operator=(const Lane&) = delete;
 
   virtual void submit(const TransferPtr& transfer) = 0;
-  virtual void wait(Transfer& transfer) = 0;                   // see Note, rule 3
+  virtual void wait(Transfer& transfer) = 0;  // see Note, rule 3
+  virtual bool wait_a_while(Transfer& transfer) { return wait(transfer), true; }  // false: not yet
   virtual bool cancel(Transfer& transfer) = 0;                 // false: it has begun
   virtual void poll() noexcept {}                              // takes note of what has ended
   virtual void finish(Transfer& transfer) { wait(transfer); }  // until it has ended

@@ -17,6 +17,8 @@
 namespace delta {
 namespace {
 
+constexpr int32_t kMostBackwards = 100;  // that keep their graph, in one step
+
 struct Observed : at::ObserverContext, Pooled<Observed> {};
 
 // Compiled code announces itself by these names; what it saves can be swapped, not made again.
@@ -421,9 +423,14 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
   last_op_ = info->name.c_str();
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
   const bool taping = taping_ && (!in_backward || at::GradMode::is_enabled());
-  if (phase_ == Phase::Backward && !in_backward && boundary_ && taping_) {
+  if (in_backward) {
+    graph_gone_ |= !torch::autograd::get_current_graph_task_keep_graph();
+  } else if (phase_ == Phase::Backward && boundary_ && taping_) {
     phase_ = Phase::Forward;
-    boundary_(0);
+    // A graph that is kept is for another backward of the same step: of a gradient, of another loss.
+    if (graph_gone_ || ++backwards_ >= kMostBackwards) {
+      boundary_(0);
+    }
   }
   if (events_.size() >= kMostEvents && drain_) {
     drain_(0);
@@ -570,8 +577,9 @@ LoggedOp Session::new_row(const OpInfo& info) {
 
 void Session::log_inputs(LoggedOp& row, const OpRecord& record) {
   for (const auto& ref : record.inputs) {
-    if (ref.needs_content() && ref.value->key >= 0) {
-      log_inputs_.push_back(ref.value->key);
+    const int64_t key = ref.needs_content() ? key_of(*ref.value) : -1;
+    if (key >= 0) {
+      log_inputs_.push_back(key);
     }
   }
   row.n_inputs = static_cast<int32_t>(log_inputs_.size()) - row.first_input;
@@ -732,6 +740,7 @@ c10::intrusive_ptr<Value> Session::new_value(OpenOp& open, bool unknown, int64_t
   }
   auto& outputs = open.record->outputs;
   value->key = next_key_++;
+  value->step = step_;
   value->fingerprint = fingerprint_;
   value->sequence = sequence_;
   value->depth = open.depth;
@@ -858,6 +867,7 @@ Page* Session::take_saved_clone(OpenOp& open, const Ticket& ticket) {
   auto value = c10::make_intrusive<Value>();
   value->bytes = bytes;
   value->key = next_key_++;
+  value->step = step_;
   value->fingerprint = mix(fingerprint_, 77);
   value->sequence = mix(sequence_, 77);
   value->depth = open.depth;

@@ -30,6 +30,7 @@
 #include "replay_thread.h"
 #include "session.h"
 #include "shortcuts.h"
+#include "signals.h"
 #include "stream_lane.h"
 
 namespace delta {
@@ -525,7 +526,7 @@ void install(Session& session, Page& page, const c10::Storage& storage, double s
   session.counters_.rebuilt_bytes += page.bytes;
   session.attach_plan(page);
   session.add_candidate(page);
-  session.emit(EventKind::Rebuilt, &page, page.bytes, seconds, page.current->key);
+  session.emit(EventKind::Rebuilt, &page, page.bytes, seconds, session.key_of(*page.current));
 }
 
 using Inspect = std::function<void(const OpRecord&, const std::vector<c10::Storage>&)>;
@@ -541,6 +542,7 @@ c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs,
   };
   const double stalled_before = stalled();
   for (auto& op : plan.ops) {
+    let_signals_in();
     if (session.options_.budget_bytes > 0) {
       session.look_ahead(op->watermark_bytes);
     }
@@ -562,9 +564,8 @@ c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs,
       }
     }
     for (const auto& out : op->outputs) {
-      if (out.value != nullptr && out.value->key >= 0) {
-        session.emit(EventKind::Replayed, nullptr, 0, seconds, out.value->key,
-                     static_cast<int>(out.value->fingerprint & 0x7fffffffU));
+      if (out.value != nullptr && session.key_of(*out.value) >= 0) {
+        session.emit(EventKind::Replayed, nullptr, 0, seconds, out.value->key);
         break;
       }
     }
@@ -712,6 +713,7 @@ bool Session::audit(Page& page) {
   c10::Storage kept;
   bool ran = false;
   bool equal = false;
+  Shield shield;  // what a signal handler raises inside of an op says nothing of the op
   std::vector<Verdict> verdicts;
   const auto inspect = [&](const OpRecord& op, const std::vector<c10::Storage>& made) {
     if (is_certain(op)) {

@@ -171,7 +171,7 @@ void Session::resolve(Ticket& ticket, Page* page) {
     if (attach_plan(*page)) {
       ++counters_.plan_hits;
     }
-    emit(EventKind::Packed, page, page->bytes, producer.seconds, page->current->key, 1);
+    emit(EventKind::Packed, page, page->bytes, producer.seconds, key_of(*page->current), 1);
     for (auto& ref : producer.inputs) {
       if (ref.value->home != nullptr && ref.value->home->tickets > 0 && ref.value->home != page) {
         emit(EventKind::Edge, page, 0, 0, ref.value->home->id);
@@ -209,7 +209,7 @@ at::Tensor Session::unpack(Ticket& ticket) {
     frontier_ = page.packed_at;
     ++counters_.unpacks;
     ++counters_.managed_unpacks;
-    emit(EventKind::Used, &page, page.bytes, 0, page.current->key);
+    emit(EventKind::Used, &page, page.bytes, 0, key_of(*page.current));
   }
   if (audit_now) {
     audit(page);
@@ -262,7 +262,7 @@ void Session::release(Ticket& ticket) {
       }
       forget_copy(*page);
       page->arrival.reset();
-      emit(EventKind::Released, page.get(), page->bytes, 0, page->current->key);
+      emit(EventKind::Released, page.get(), page->bytes, 0, key_of(*page->current));
       managed_.erase(page->id);
       last = managed_.empty() && !entered_;
       if (without_content) {
@@ -288,7 +288,7 @@ void Session::release(Ticket& ticket) {
 }
 
 bool Session::attach_plan(Page& page) {
-  const int64_t key = page.current->key;
+  const int64_t key = key_of(*page.current);
   if (plans_.empty() || key < 0) {
     return false;
   }
@@ -357,7 +357,7 @@ double Session::default_weight(const Page& page) const {
 }
 
 int64_t Session::next_use_of(Page& page, int64_t now) const {
-  const int64_t key = page.current->key;
+  const int64_t key = key_of(*page.current);
   if (plan_ == nullptr || key < 0 || key >= static_cast<int64_t>(plan_->fingerprint.size()) ||
       plan_->fingerprint[static_cast<size_t>(key)] != page.current->fingerprint) {
     return -1;

@@ -4,6 +4,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <mutex>
+#include <new>
 
 #include "cpu_pool.h"
 #include "observer.h"
@@ -122,12 +123,14 @@ void Session::leave() {
   if (!entered_) {
     return;
   }
-  at::removeCallback(callback_);
   entered_ = false;
   auto& ts = thread_state();
-  ts.session = nullptr;
-  ts.depth = 0;
-  ts.open.clear();
+  if (ts.session == this) {  // else the thread that entered it is gone, and its callback with it
+    at::removeCallback(callback_);
+    ts.session = nullptr;
+    ts.depth = 0;
+    ts.open.clear();
+  }
   if (!tiers_.empty()) {
     Guard guard(*this);
     reap();
@@ -149,6 +152,12 @@ void Session::leave() {
   last = std::move(g_entered);
 }
 
+// In a forked child: whoever held these locks does not exist here.
+void Session::forget_locks() {
+  mutex_.unlock();
+  new (&g_entered_mutex) std::mutex();
+}
+
 void Session::begin_step() {
   forget_past();
   Guard guard(*this);
@@ -160,6 +169,8 @@ void Session::begin_step() {
   packs_before_step_ = counters_.packs;
   saves_ = 0;
   phase_ = Phase::Forward;
+  graph_gone_ = false;
+  backwards_ = 0;
   boundary_peak_bytes_ = 0;
   plan_ = plans_.empty() ? nullptr : plans_.front().get();
   if (op_facts_.size() > kMostFacts) {  // of a program whose shapes never repeat

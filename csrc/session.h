@@ -329,7 +329,8 @@ struct Session : c10::intrusive_ptr_target {
 
   // --- session.cpp: entering, steps, pages
   void enter();  // on this thread: callback in, rescue on
-  void leave();
+  void leave();  // on that thread, or when it has ended
+  void forget_locks();
   void begin_step();
   void end_step();
   void set_budget(int64_t bytes);
@@ -464,6 +465,9 @@ struct Session : c10::intrusive_ptr_target {
   void follow(const PlanTable& plan, Page& page);
   double default_weight(const Page& page) const;
   Exit default_exit(const Page& page) const;
+  // Position in this step's order of produced values; -1: no op of this step made it. Values of an
+  // earlier step have keys of that step, which are those of other values now.
+  int64_t key_of(const Value& v) const { return v.step == step_ ? v.key : -1; }
   int64_t next_use_of(Page& page, int64_t now) const;  // ticks; -1: unknown
   int64_t distance_of(Page& page) const;
   void count_kept(const at::Tensor& t, Page* page, KeptReason reason);
@@ -497,6 +501,8 @@ struct Session : c10::intrusive_ptr_target {
   bool has_anchors_ = false;   // of values that some page holds now
   uint32_t anchor_epoch_ = 1;  // moves on when an anchored source turns out to be overwritten
   Phase phase_ = Phase::Forward;
+  bool graph_gone_ = false;  // a backward of this step let its graph go: that step is over behind it
+  int32_t backwards_ = 0;    // of this step, that kept theirs
   const char* last_op_ = "";  // the op that runs, or ran last
 
   std::vector<OpFacts> op_facts_;

@@ -27,6 +27,7 @@
 #include "host_memory.h"
 #include "replay.h"
 #include "session.h"
+#include "signals.h"
 #include "spill_file.h"
 #include "stream_lane.h"
 #include "thread_lane.h"
@@ -210,7 +211,7 @@ bool Session::free_clean(Page& page) {
   swapped_now_bytes_ += page.bytes;
   ++counters_.swap_outs;
   counters_.swapped_out_bytes += page.bytes;
-  emit(EventKind::SwappedOut, &page, page.bytes, 0, page.current->key,
+  emit(EventKind::SwappedOut, &page, page.bytes, 0, key_of(*page.current),
        static_cast<int>(tiers_[page.copy->tier].kind));
   page.return_order = return_order(page);
   swapped_.emplace(page.return_order, page.id);
@@ -354,7 +355,7 @@ void Session::finish_swap_in(Page& page) {
   ++counters_.swap_ins;
   counters_.swapped_in_bytes += page.bytes;
   add_candidate(page);
-  emit(EventKind::SwappedIn, &page, page.bytes, seconds, page.current->key);
+  emit(EventKind::SwappedIn, &page, page.bytes, seconds, key_of(*page.current));
 }
 
 // The copy below could not be read: from here on the page is one that was dropped, if it has a
@@ -373,7 +374,7 @@ void Session::fail_swap_in(Page& page) {
     ++counters_.lost_pages;
     return;
   }
-  emit(EventKind::SwappedIn, &page, page.bytes, 0, page.current->key);
+  emit(EventKind::SwappedIn, &page, page.bytes, 0, key_of(*page.current));
   note_dropped(page);
 }
 
@@ -452,7 +453,9 @@ c10::Storage Session::bring_back(Page& page) {
       busy = page.fetching;
     }
     if (incoming) {
-      incoming->lane->wait(*incoming);
+      while (!incoming->lane->wait_a_while(*incoming)) {
+        let_signals_in();
+      }
     } else if (busy) {
       std::this_thread::yield();
     } else {

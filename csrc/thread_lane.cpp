@@ -14,6 +14,8 @@ using Clock = std::chrono::steady_clock;
 
 namespace {
 
+constexpr std::chrono::milliseconds kPatience{50};
+
 void end(Transfer& transfer) {
   transfer.state.store(transfer.error == 0 ? Transfer::State::Done : Transfer::State::Failed,
                        std::memory_order_release);
@@ -98,6 +100,17 @@ void ThreadLane::wait(Transfer& transfer) {
   if (!transfer.ended()) {
     copy_now(transfer);
   }
+}
+
+bool ThreadLane::wait_a_while(Transfer& transfer) {
+  if (process_ == getpid() && !transfer.ended()) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!ended_.wait_for(lock, kPatience, [&] { return transfer.ended() || stopped_; })) {
+      return false;
+    }
+  }
+  wait(transfer);
+  return true;
 }
 
 bool ThreadLane::cancel(Transfer& transfer) {

@@ -42,6 +42,7 @@ class ThreadLane : public Lane {
 
   void submit(const TransferPtr& transfer) override;  // starts the worker with the first one
   void wait(Transfer& transfer) override;
+  bool wait_a_while(Transfer& transfer) override;
   bool cancel(Transfer& transfer) override;
   void stop() override;                              // unthrottled; submitting later copies at once
   double seconds_for(int64_t bytes) const override;  // by the throttle, or as measured

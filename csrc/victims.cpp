@@ -203,7 +203,7 @@ void Session::note_dropped(Page& page) {
   dropped_now_bytes_ += page.bytes;
   ++counters_.drops;
   counters_.dropped_bytes += page.bytes;
-  emit(EventKind::Dropped, &page, page.bytes, 0, page.current->key);
+  emit(EventKind::Dropped, &page, page.bytes, 0, key_of(*page.current));
 }
 
 bool Session::drop_page(Page& page) {

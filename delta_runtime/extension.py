@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
 import torch  # noqa: F401  the extension links against its libraries, which must be loaded first
 
 from delta_runtime.core.errors import (
@@ -10,6 +14,7 @@ from delta_runtime.core.errors import (
     RecomputeMismatch,
     SwapFailed,
 )
+from delta_runtime.core.interrupts import ask_with
 
 try:
     from delta_runtime import _C
@@ -24,5 +29,21 @@ except ImportError as error:  # pragma: no cover - the build is broken
     ) from error
 
 _C.set_error_types(InplaceModification, RecomputeMismatch, SwapFailed)
+_C.set_main_thread(threading.main_thread().ident)
+ask_with(_C.asked_to_stop)
 
-__all__ = ["_C"]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def shielded(function: Function) -> Function:
+    """A function or method that no signal handler interrupts.
+
+    What keeps the runtime's state together (entering, leaving, what runs at the boundaries of steps)
+    must not stop half-way because somebody presses Ctrl-C. The signal is not lost: its handler runs
+    when the function has returned, in the code that called it. Works on the main thread, where
+    Python handles signals; see csrc/signals.h.
+    """
+    return cast(Function, _C.Shielded(function))
+
+
+__all__ = ["_C", "shielded"]

@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -40,6 +40,7 @@ from delta_runtime.act.tiers import open_tiers
 from delta_runtime.config import Config, check_requested
 from delta_runtime.core.errors import BudgetInfeasible, DeltaError, UsageError
 from delta_runtime.core.graph import StepGraph
+from delta_runtime.core.interrupts import Interrupted
 from delta_runtime.core.model import Distance, PublishQueue, Residency
 from delta_runtime.core.units import BudgetSpec, BytesSpec, format_bytes
 from delta_runtime.decide.director import Links
@@ -47,7 +48,7 @@ from delta_runtime.decide.known_steps import KnownSteps
 from delta_runtime.decide.ledger import Ledger, LedgerError
 from delta_runtime.decide.policies import Policy, Stress, get_policy
 from delta_runtime.device import resolve_budget, resolve_device
-from delta_runtime.extension import _C
+from delta_runtime.extension import _C, shielded
 from delta_runtime.record.step_log import drain_events, read_step_graph
 from delta_runtime.report.step_report import StepReport, StepTotals, TierUse
 from delta_runtime.report.trace import TRACE_DTYPE, Trace
@@ -139,6 +140,7 @@ class Runtime:
         runtime._start(config, get_policy(config.policy))
         return runtime
 
+    @shielded
     def _start(self, config: Config, policy: Policy) -> None:
         self.config = config
         self.policy = policy
@@ -189,9 +191,7 @@ class Runtime:
             else Distance.NONE
         )
         self._session.set_distance(_DISTANCE[self._distance])
-        self._known = KnownSteps(
-            plans=policy.plans, drops=Residency.DROPPED in policy.evicts_to, swaps=self._swaps
-        )
+        self._known = self._new_known()
         self._logged = False
         self._step_events: list[Any] = []
         self._last: StepTotals | None = None
@@ -204,17 +204,23 @@ class Runtime:
         self._warned_over = False
         self._warned_failed: set[str] = set()
         self._attached = False
-        self._thread = 0
+        self._thread = threading.current_thread()  # that entered it last
         self._hook_handles: list[Any] = []
         self._trace = Trace(config.trace) if config.trace else None
         self._session.set_tracing(self._trace is not None)
 
+    def _new_known(self) -> KnownSteps:
+        drops = Residency.DROPPED in self.policy.evicts_to
+        return KnownSteps(plans=self.policy.plans, drops=drops, swaps=self._swaps)
+
     # ------------------------------------------------------------------ entering and leaving
 
+    @shielded
     def __enter__(self) -> Runtime:
         self._enter()
         return self
 
+    @shielded
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -224,73 +230,104 @@ class Runtime:
         if not self._closed:
             self._leave(error)
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[Runtime]:
+    def step(self) -> _Step:
         """Marks one step: forward and backward inside.
+
+        Returns:
+            A context; entering it gives the runtime.
 
         Raises:
             UsageError: steps are nested, another runtime is entered, or this one is closed.
             BudgetInfeasible: with strict=True, the budget cannot be met. Gradients of this step are
                 incomplete; weights and optimizer state are as they were.
         """
+        return _Step(self)
+
+    def _enter_step(self) -> None:
         if self._in_step:
             raise UsageError("runtime.step() inside runtime.step().", change="Leave the first one.")
         self._enter()
-        self._in_step = True
-        error: BaseException | None = None
         try:
             if self._depth > 1:
                 self._boundary()
             self._session.set_boundary(None)
-            yield self
-        except BaseException as raised:
-            error = raised
+        except BaseException:
+            self._leave()
             raise
+        self._in_step = True
+
+    def _leave_step(self, error: BaseException | None) -> None:
+        self._in_step = False
+        if self._closed:  # close() has left already
+            return
+        try:
+            self._finish_step(whole=error is None)
         finally:
-            self._in_step = False
-            if not self._closed:  # else close() has left already
-                try:
-                    self._finish_step(whole=error is None)
-                finally:
-                    self._session.set_boundary(self._on_boundary)
-                    self._leave(error)
+            self._session.set_boundary(self._on_boundary)
+            self._leave(error)
 
     def _enter(self) -> None:
-        global _entered
         if self._closed:
             raise UsageError("this runtime is closed.", change="Make a new one.")
         if self._depth == 0:
-            with _entered_lock:
-                if _entered is not None:
-                    raise UsageError(
-                        "another runtime is entered already.",
-                        found=f"a runtime with a budget of {format_bytes(_entered.budget_bytes)}",
-                        change="Leave it first; one runtime manages the whole process.",
-                    )
-                _entered = self
-            self._thread = threading.get_ident()
-            self._attach()
-            self._begin_step()
-        elif threading.get_ident() != self._thread:
+            self._claim()
+            try:
+                self._attach()
+                self._begin_step()
+            except BaseException:
+                self._detach()
+                self._release()
+                raise
+        elif self._thread is not threading.current_thread():
             raise UsageError(
                 "this runtime is entered on another thread.", change="Use it on one thread."
             )
         self._depth += 1
 
     def _leave(self, error: BaseException | None = None) -> None:
-        global _entered
-        self._depth -= 1
-        if self._depth == 0:
-            try:
+        try:
+            if self._depth == 1:
                 self._finish_step()
-            finally:
-                self._detach()
-                if not self._session.counters()["managed_pages"]:
-                    raw_access.stop_listening(self._session)
-                with _entered_lock:
-                    _entered = None
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                try:
+                    self._detach()
+                finally:
+                    self._release()
+                    if not self._session.counters()["managed_pages"]:
+                        raw_access.stop_listening(self._session)
         if self.config.strict and isinstance(error, torch.OutOfMemoryError):
             raise self._infeasible() from error
+
+    def _claim(self) -> None:
+        """Becomes the one that is entered in this process."""
+        global _entered
+        with _entered_lock:
+            if _entered is not None and _entered._thread.is_alive():
+                raise UsageError(
+                    "another runtime is entered already.",
+                    found=f"a runtime with a budget of {format_bytes(_entered.budget_bytes)}",
+                    change="Leave it first; one runtime manages the whole process.",
+                )
+            if _entered is not None:
+                _entered._abandon()
+            _entered = self
+            self._thread = threading.current_thread()
+
+    def _release(self) -> None:
+        """Makes room for another one. Idempotent."""
+        global _entered
+        with _entered_lock:
+            if _entered is self:
+                _entered = None
+
+    def _abandon(self) -> None:
+        """Ends a runtime whose thread ended, hooks and observer with it, while it was entered."""
+        self._attached = False
+        self._closed = True
+        self._depth = 0
+        self._take_from_process()
 
     def _attach(self, above: Sequence[HookPair] = ()) -> None:
         """Puts hooks, observer and soft limit in place, below the hooks in `above`."""
@@ -311,18 +348,26 @@ class Runtime:
         ]
 
     def _detach(self) -> None:
+        """Takes away what `_attach` put in place, or as much of it as there is. Idempotent."""
         if not self._attached:
             return
         self._attached = False
+        try:
+            above = self._hooks_above()
+            if above is not None:
+                for _ in (self._hooks, *above):
+                    torch._C._autograd._pop_saved_tensors_default_hooks()
+                for pair in above:
+                    torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+        finally:
+            self._take_from_process()
+
+    def _take_from_process(self) -> None:
+        """Takes away what is not of the thread that entered. Idempotent."""
         for handle in self._hook_handles:
             handle.remove()
         self._hook_handles = []
         torch.autograd.graph.disable_saved_tensors_hooks = _torch_disable_saved_tensors_hooks
-        above = self._hooks_above()
-        for _ in (self._hooks, *above):
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-        for pair in above:
-            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
         self._session.leave()
         self._session.set_pump(None)
         self._session.set_boundary(None)
@@ -330,31 +375,51 @@ class Runtime:
         if self.device.type == "cpu":
             _C.cpu_pool.set_soft_limit_is_hard(False)
 
-    def _hooks_above(self) -> list[HookPair]:
-        """The hooks that others put on top of ours and have not taken away yet, lowest first."""
+    def _hooks_above(self) -> list[HookPair] | None:
+        """The hooks that others put on top of ours and have not taken away yet, lowest first.
+
+        None where ours are not there.
+        """
         above: list[HookPair] = []
-        while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
-            if top[0] is self._hooks[0]:
+        found = False
+        while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+            found = top[0] is self._hooks[0]
+            if found:
                 break
             torch._C._autograd._pop_saved_tensors_default_hooks()
             above.append(top)
         above.reverse()
         for pair in above:
             torch._C._autograd._push_saved_tensors_default_hooks(*pair)
-        return above
+        return above if found else None
 
     @property
     def _pumps(self) -> bool:
         """Whether Python ranks online: there is a filter and no stress."""
         return self.policy.filter is not None and self.policy.stress is Stress.NONE
 
+    @shielded
     def close(self) -> None:
-        """Ends the runtime. Idempotent. Backward of what was recorded goes on working."""
+        """Ends the runtime. Idempotent. Backward of what was recorded goes on working.
+
+        Raises:
+            UsageError: it is entered on another thread, which alone can take the hooks away; it goes
+                on as it was.
+        """
         if self._closed:
             return
-        if self._depth > 0 and threading.get_ident() == self._thread:
+        if self._depth > 0 and self._thread is threading.current_thread():
             self._depth = 1
             self._leave()
+        elif self._depth > 0 and self._thread.is_alive():
+            raise UsageError(
+                "this runtime is entered on another thread.",
+                found=f"the thread {self._thread.name!r}",
+                change="Close it there, or when it has been left.",
+            )
+        elif self._depth > 0:
+            self._abandon()
+            self._release()
         self._closed = True
         raw_access.stop_listening(self._session)
         self._session.stop_lanes()
@@ -363,6 +428,7 @@ class Runtime:
 
     # ------------------------------------------------------------------ steps
 
+    @shielded
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if any(callable(a) for a in args[1:]) or callable(kwargs.get("closure")):
             return  # a closure runs forward and backward inside the optimizer's step
@@ -375,6 +441,7 @@ class Runtime:
                         self._session.prepare_write(parameter)
         self._session.set_taping(False)
 
+    @shielded
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._session.set_taping(True)
         if not self._in_step:
@@ -423,6 +490,8 @@ class Runtime:
         try:
             if whole:
                 self._learn()
+        except Interrupted:
+            self._known = self._new_known()  # what is left of it is half of a plan
         except Exception:
             # Foresight only makes steps faster; without it the filter decides online.
             logger.exception("delta_runtime: no plan could be made for this step")
@@ -620,6 +689,27 @@ class Runtime:
         self._session.mark_written(tensor)
 
 
+class _Step(contextlib.ContextDecorator):
+    """One step of a runtime; see `Runtime.step`."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    @shielded
+    def __enter__(self) -> Runtime:
+        self._runtime._enter_step()
+        return self._runtime
+
+    @shielded
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._runtime._leave_step(error)
+
+
 # ---------------------------------------------------------------------- module functions
 
 
@@ -632,44 +722,71 @@ def mark_written(tensor: torch.Tensor) -> None:
         _entered.mark_written(tensor)
 
 
-@contextlib.contextmanager
-def disable() -> Iterator[None]:
+class disable(contextlib.ContextDecorator):  # noqa: N801  used like a function
     """Takes the entered runtime's hooks, observer and soft limit away for the duration of a block."""
-    runtime = _entered
-    if runtime is None or threading.get_ident() != runtime._thread or not runtime._attached:
-        yield
-        return
-    above = runtime._hooks_above()
-    runtime._detach()
-    try:
-        yield
-    finally:
-        if above:
-            for _ in above:
-                torch._C._autograd._pop_saved_tensors_default_hooks()
-        if not runtime._closed:
-            runtime._attach(above)
+
+    def __init__(self) -> None:
+        self._runtime: Runtime | None = None
+        self._above: Sequence[HookPair] = ()
+
+    def _recreate_cm(self) -> disable:
+        return disable()
+
+    @shielded
+    def __enter__(self) -> None:
+        runtime = _entered
+        if (
+            runtime is None
+            or runtime._thread is not threading.current_thread()
+            or not runtime._attached
+        ):
+            return
+        self._above = runtime._hooks_above() or ()
+        self._runtime = runtime
+        runtime._detach()
+
+    @shielded
+    def __exit__(self, *_: object) -> None:
+        runtime, self._runtime = self._runtime, None
+        if runtime is None or runtime._closed:
+            return
+        for _pair in self._above:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        runtime._attach(self._above)
 
 
 _torch_disable_saved_tensors_hooks = torch.autograd.graph.disable_saved_tensors_hooks
 
 
-@contextlib.contextmanager
-def _disable_saved_tensors_hooks(error_message: str) -> Iterator[None]:
+class _disable_saved_tensors_hooks(contextlib.ContextDecorator):  # noqa: N801  as torch's
     """Stands down for what cannot bear hooks (torch.func), where torch would raise because of ours.
 
     Hooks that somebody else put on top of ours still make torch raise, as it should.
     """
-    runtime = _entered
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if runtime is None or top is None or top[0] is not runtime._hooks[0]:
-        with _torch_disable_saved_tensors_hooks(error_message):
-            yield
-        return
-    with disable(), _torch_disable_saved_tensors_hooks(error_message):
-        yield
+
+    def __init__(self, error_message: str) -> None:
+        self._message = error_message
+        self._stack = contextlib.ExitStack()
+
+    def _recreate_cm(self) -> _disable_saved_tensors_hooks:
+        return _disable_saved_tensors_hooks(self._message)
+
+    @shielded
+    def __enter__(self) -> None:
+        runtime = _entered
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        with contextlib.ExitStack() as stack:
+            if runtime is not None and top is not None and top[0] is runtime._hooks[0]:
+                stack.enter_context(disable())
+            stack.enter_context(_torch_disable_saved_tensors_hooks(self._message))
+            self._stack = stack.pop_all()
+
+    @shielded
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.__exit__(*raised)
 
 
+@shielded
 def start_ambient() -> Runtime | None:
     """Start the runtime that the environment asks for; called when torch has been imported.
 
@@ -690,6 +807,7 @@ def start_ambient() -> Runtime | None:
     return runtime
 
 
+@shielded
 def _finish_ambient(runtime: Runtime) -> None:
     runtime.close()
     if runtime.config.report != "off" and runtime._totals.steps:
@@ -698,18 +816,16 @@ def _finish_ambient(runtime: Runtime) -> None:
 
 def _forget_after_fork() -> None:
     """A forked child (a data-loader worker) starts with the runtime off."""
-    global _entered
+    global _entered, _entered_lock
+    _C.set_main_thread(threading.get_ident())  # the thread that forked is the only one here
+    _entered_lock = threading.Lock()  # whoever held it does not exist here
     runtime, _entered = _entered, None
     if runtime is None or not runtime._depth:
         return
-    runtime._session.forget_lock()
-    if threading.get_ident() == runtime._thread:
+    runtime._session.forget_locks()
+    if runtime._thread is threading.current_thread():
         runtime._detach()
-    else:  # hooks and observer are of a thread that does not exist here
-        runtime._session.leave()
-        _C.cpu_pool.set_soft_limit_is_hard(False)
-    runtime._depth = 0
-    runtime._closed = True
+    runtime._abandon()  # hooks and observer may be of a thread that does not exist here
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

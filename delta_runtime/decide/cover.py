@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from delta_runtime.core.graph import Ints, StepGraph
+from delta_runtime.core.interrupts import give_way
 
 Mask = npt.NDArray[np.bool_]
 
@@ -42,6 +43,7 @@ def recipes_of(graph: StepGraph) -> Recipes:
     children: list[list[int]] = [[] for _ in graph.saved]
     possible = np.ones(len(graph.saved), dtype=bool)
     for page, value in enumerate(graph.saved):
+        give_way()
         chain: set[int] = set()
         roots: set[int] = set()
         stack = [int(graph.value_op[value])]
@@ -153,6 +155,7 @@ class Cover:
 
     def gain(self, page: int) -> float:
         """By how many byte-ops dropping the page lessens the excess."""
+        give_way()
         self.work += _WORK_OF_A_GAIN
         _, spans = self.changes(page)
         if not spans:

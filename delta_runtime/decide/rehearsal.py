@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from delta_runtime.core.graph import Floats, StepGraph
+from delta_runtime.core.interrupts import give_way
 from delta_runtime.decide.cover import EPSILON_S, Cover, Mask, Recipes
 from delta_runtime.decide.lane_times import LaneTimes, Span
 
@@ -100,6 +101,7 @@ class Rehearsal:
             again: which of them once more when rebuilt early.
             swapped: what is swapped; none of it is dropped.
         """
+        give_way()
         self.work += len(self.uses) + len(self.made_at) + len(self.base) // 8 + 20
         n_ops = len(self.base)
         away = np.zeros(n_ops + 1)

@@ -78,10 +78,8 @@ def read_step_graph(session: Any, events: Events) -> StepGraph | None:
         return place[rows["key"]], rows["tick"] - begin
 
     value_fingerprint = ops["fingerprint"][value_op]
-    replayed = events[(kinds == EventKind.REPLAYED) & (events["key"] < len(values))]
-    # Backward of an earlier step's graph may have run in this one: its keys are other values.
-    ours = (value_fingerprint[replayed["key"]] & np.uint64(0x7FFFFFFF)) == replayed["reason"]
-    replayed = replayed[ours & (replayed["tick"] >= begin)]
+    replayed = events[(kinds == EventKind.REPLAYED) & (events["tick"] >= begin)]
+    replayed = replayed[(replayed["key"] >= 0) & (replayed["key"] < len(values))]
     replay_seconds = np.full(len(ops), np.inf)
     np.minimum.at(replay_seconds, value_op[replayed["key"]], replayed["seconds"])
     replay_seconds[np.isinf(replay_seconds)] = np.nan

@@ -1,0 +1,158 @@
+"""Closing, ending and forking on other threads than the one that entered; nothing is left, nobody is stuck."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import delta_runtime as delta
+from delta_runtime import cpu_pool
+from scripts.stress_interrupts import leftovers
+from tests.support.fixtures import one_thread  # noqa: F401
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    gc.collect()
+    yield
+    assert not leftovers()
+
+
+def train(model: nn.Module) -> None:
+    model(torch.ones(1024, 64)).square().mean().backward()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
+
+
+def on_another_thread(work: Callable[[], None]) -> BaseException | None:
+    """Runs it there to the end; returns what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["step", "context"])
+def test_closing_from_another_thread_is_refused_while_it_is_entered(marked):
+    """It cannot take this thread's hooks away; it would leave them here for ever."""
+    runtime = delta.Runtime("100%", device="cpu")
+    with runtime.step() if marked else runtime:
+        error = on_another_thread(runtime.close)
+        assert isinstance(error, delta.UsageError)
+        assert "another thread" in str(error) and "MainThread" in str(error)
+        train(net())
+    assert runtime.report().totals.steps == 1  # it went on as it was
+    assert on_another_thread(runtime.close) is None  # it is not entered any more
+    with pytest.raises(delta.UsageError, match="closed"), runtime:
+        pass
+
+
+def test_a_thread_that_ends_while_it_is_in_a_runtime_leaves_the_process_usable():
+    budget_bytes = cpu_pool.allocated_bytes() + 2_700_000
+    lost = [delta.Runtime(budget_bytes, device="cpu") for _ in range(2)]
+    assert on_another_thread(lambda: lost[0]._enter()) is None
+    assert on_another_thread(lost[0].close) is None
+    assert not leftovers()
+
+    assert on_another_thread(lambda: lost[1]._enter()) is None
+    assert leftovers()
+    model, expected = net(), net()
+    train(expected)
+    runtime = delta.Runtime(budget_bytes, device="cpu")
+    with runtime.step():  # takes the place of the one whose thread is gone
+        train(model)
+    assert runtime.report().totals.drops > 0
+    for a, b in zip(model.parameters(), expected.parameters()):
+        assert torch.equal(a.grad, b.grad)
+    with pytest.raises(delta.UsageError, match="closed"), lost[1]:
+        pass
+    runtime.close()
+
+
+def python(program: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: text for name, text in os.environ.items() if not name.startswith("DELTA_")}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=ROOT,
+        env=clean | {"PYTHONPATH": str(ROOT)} | environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+FORKS = """
+    import os, sys, threading
+    import torch
+    from torch import nn
+    import delta_runtime as delta
+    from delta_runtime import cpu_pool
+
+    torch.set_num_threads(1)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
+
+    def train():
+        model(torch.ones(1024, 64)).square().mean().backward()
+
+    def child():
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        train()
+        runtime = delta.Runtime(cpu_pool.allocated_bytes() + 2_700_000, device="cpu")
+        for _ in range(3):
+            with runtime.step():
+                train()
+        assert runtime.report().totals.drops, runtime.report()
+        runtime.close()
+        print("child trained", flush=True)
+
+    def fork():
+        pid = os.fork()
+        if pid == 0:
+            try:
+                child()
+            finally:
+                sys.stdout.flush()
+                os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+
+    with delta.Runtime("100%", device="cpu") as runtime:
+        train()
+        if {other}:
+            thread = threading.Thread(target=fork)
+            thread.start()
+            thread.join()
+        else:
+            fork()
+        train()
+    print("parent trained", runtime.report().totals.steps, flush=True)
+"""
+
+
+@pytest.mark.parametrize("other", [True, False], ids=["another thread", "the same thread"])
+def test_a_forked_child_is_free_of_the_runtime_and_says_nothing(other):
+    done = python(FORKS.replace("{other}", str(other)))
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["child trained", "parent trained 2"]
