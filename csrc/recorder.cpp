@@ -427,7 +427,8 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
     graph_gone_ |= !torch::autograd::get_current_graph_task_keep_graph();
   } else if (phase_ == Phase::Backward && boundary_ && taping_) {
     phase_ = Phase::Forward;
-    // A graph that is kept is for another backward of the same step: of a gradient, of another loss.
+    // A graph that is kept is for another backward of the same step: of a gradient, of another
+    // loss.
     if (graph_gone_ || ++backwards_ >= kMostBackwards) {
       boundary_(0);
     }

@@ -501,8 +501,9 @@ struct Session : c10::intrusive_ptr_target {
   bool has_anchors_ = false;   // of values that some page holds now
   uint32_t anchor_epoch_ = 1;  // moves on when an anchored source turns out to be overwritten
   Phase phase_ = Phase::Forward;
-  bool graph_gone_ = false;  // a backward of this step let its graph go: that step is over behind it
-  int32_t backwards_ = 0;    // of this step, that kept theirs
+  bool graph_gone_ =
+      false;               // a backward of this step let its graph go: that step is over behind it
+  int32_t backwards_ = 0;  // of this step, that kept theirs
   const char* last_op_ = "";  // the op that runs, or ran last
 
   std::vector<OpFacts> op_facts_;

@@ -100,7 +100,7 @@ Trash& thread_trash();
 int64_t live_records();
 
 struct Value : c10::intrusive_ptr_target, Pooled<Value> {
-  int64_t key = -1;  // position in its step's order of produced values; see Session::key_of
+  int64_t key = -1;   // position in its step's order of produced values; see Session::key_of
   int64_t step = -1;  // that it was produced in; -1: a source
   uint64_t fingerprint = 0;
   int64_t bytes = 0;
