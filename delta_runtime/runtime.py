@@ -76,8 +76,9 @@ class Runtime:
             device's capacity, or ``"auto"``: what is free now, less a margin.
         device: the device to manage; None for the current accelerator, or the CPU where there is none.
         policy: how to decide; see `delta_runtime.decide.policies`.
-        verify: ``"first"`` rebuilds and compares, once, what is not certain to repeat by
-            construction; ``"always"`` compares a hash at every rebuild; ``"off"`` trusts all ops.
+        verify: how much of what comes back is compared with what went. ``"first"``: everything in the
+            first two steps of a sequence of ops, then each value at least once in 50 steps, and always
+            what depends on an op that is not PyTorch's own; ``"always"``: everything; ``"off"``: nothing.
         min_bytes: smaller saved tensors are left alone.
         strict: raise BudgetInfeasible where the budget cannot be met, instead of running over it.
         host_budget: most bytes of host memory to swap to; None for half of what is available, below
