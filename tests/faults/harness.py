@@ -156,12 +156,22 @@ def _one_step(step: Step, k: int) -> _StepRecord:
 
 @contextmanager
 def _entered(mode: str, seed: int, budget_bytes: int | None) -> Iterator[Probe]:
-    if mode != "off":
+    if mode not in ("off", "compared"):
         with managed(mode, seed=seed, budget_bytes=budget_bytes) as probe:
             yield probe
         return
-    with delta.Runtime("100%", device="cpu", policy="off"):
-        yield Probe()
+    probe = Probe()
+    runtime = (
+        delta.Runtime("100%", device="cpu", policy="off")
+        if mode == "off"
+        else delta.Runtime(
+            "100%", device="cpu", policy="stress_drop_all", min_bytes=0, verify="always"
+        )
+    )
+    with runtime:
+        yield probe
+    probe.rebuilt = runtime.report().totals.rebuilds
+    runtime.close()
 
 
 def _run(
@@ -232,7 +242,7 @@ def outcome(
     Args:
         program: see the module's docstring.
         mode: of `tests.support.managed`; "budget" for three quarters of what the ordinary run needs; "off" for a
-            runtime whose policy evicts nothing.
+            runtime whose policy evicts nothing; "compared" for one that drops everything and compares each rebuild.
         steps: how often the step is run.
         seed: of modes "random" and "mix".
         around: entered before the runtime.
@@ -293,7 +303,10 @@ def check(
             assert "delta_runtime" in found.told or "RecomputeMismatch" in found.told, told
             if mode == "drop_all":
                 assert found.last not in found.steps, f"the last step is not past it: {told}"
-        elif isinstance(found, Kept) and mode == "drop_all":  # the other modes need luck for it
+        elif isinstance(found, Kept) and mode in (
+            "drop_all",
+            "compared",
+        ):  # the other modes need luck for it
             assert may_be_kept, f"nothing was rebuilt, so nothing was tested: {told}"
 
 
