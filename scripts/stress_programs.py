@@ -53,13 +53,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="end after so long")
     parser.add_argument("--limit", type=float, help="most seconds for one program")
     parser.add_argument("--out", type=Path, help="file for a line of JSON per program")
-    parser.add_argument("--faults", nargs="+", default=[], help="only programs that try one of these")
+    parser.add_argument(
+        "--faults", nargs="+", default=[], help="only programs that try one of these"
+    )
     parser.add_argument("--sabotage", default="", help="break the runtime: a name or a number")
     parser.add_argument("--until-found", action="store_true", help="end at the first finding")
     parser.add_argument("--strict", action="store_true", help="no error is legal")
     parser.add_argument("--minimise", type=int, default=3, help="how many findings to make small")
     parser.add_argument(
-        "--settled", action="store_true", help="workers have used a runtime before their first program"
+        "--settled",
+        action="store_true",
+        help="workers have used a runtime before their first program",
     )
     parser.add_argument("--show", type=int, help="print one program as a script")
     return parser.parse_args(arguments)
@@ -139,7 +143,9 @@ class Stress:
                         out.write(json.dumps(line) + "\n")
                         out.flush()
                     progress.show(self.tally.programs, len(self.tally.findings))
-                    late = self.options.seconds and time.monotonic() - begin_s > self.options.seconds
+                    late = (
+                        self.options.seconds and time.monotonic() - begin_s > self.options.seconds
+                    )
                     if late or (self.options.until_found and self.tally.findings):
                         break
         except KeyboardInterrupt:
@@ -159,7 +165,13 @@ class Stress:
         for number in range(self.start, end):
             if wanted and not wanted & {f.name for f in self.case(number).program.faults()}:
                 continue
-            yield Request(number, self.options.seed, self.options.family, sabotage=self.sabotage, settled=self.options.settled)
+            yield Request(
+                number,
+                self.options.seed,
+                self.options.family,
+                sabotage=self.sabotage,
+                settled=self.options.settled,
+            )
 
     # ------------------------------------------------------------------ results
 
@@ -271,10 +283,9 @@ class Stress:
         for name, finding in sorted(first.items(), key=lambda item: item[1].after):
             what = finding.result.verdict.name if finding.result else "earlier"
             print(f"  {name:20} after {finding.after:6} programs: {what}, program {finding.number}")
-        fresh = [f for f in dict.fromkeys(id(f) for f in first.values())]
-        by_id = {id(finding): finding for finding in first.values()}
-        for key in fresh[: self.options.minimise]:
-            self._print_small(by_id[key])
+        different = {id(finding): finding for finding in first.values()}
+        for finding in list(different.values())[: self.options.minimise]:
+            self._print_small(finding)
 
     def _print_small(self, finding: Finding) -> None:
         from scripts.programs.minimise import Minimiser
@@ -288,7 +299,7 @@ class Stress:
             f"program {finding.number} of seed {self.options.seed}, family {self.options.family}, "
             f"from {case.program.size()} to {smallest.program.size()} instructions "
             f"({smallest.judged} programs run)",
-            f"{smallest.result.verdict.value}: {smallest.result.detail.splitlines()[0] if smallest.result.detail else ''}",
+            f"{smallest.result.verdict.value}: {smallest.result.detail.partition(chr(10))[0]}",
             f"faults: {', '.join(sorted(f.value for f in smallest.program.faults()))}",
         )
         print("\n" + "#" * 100)

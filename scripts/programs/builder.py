@@ -280,9 +280,7 @@ class Builder:
             return self.pool[max(0, position)]
         return self.leaf()
 
-    def finish(
-        self, seed: int, micro: int
-    ) -> Program:
+    def finish(self, seed: int, micro: int) -> Program:
         """The program; family and settings are decided elsewhere."""
         return Program(
             seed=seed,

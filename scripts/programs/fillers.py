@@ -120,7 +120,7 @@ BINARY = (
     "torch.cat(({0}[:16], {1}[16:]))",
     "torch._foreach_add([{0}, {1}], [{1}, {0}])[1]",
     "torch._foreach_addcmul([{0}], [{1}], [{0}], value=0.2)[0]",
-    "F.scaled_dot_product_attention({0}.view(1, 2, 16, 32), {1}.view(1, 2, 16, 32), {0}.view(1, 2, 16, 32)).view(32, 32)",
+    "F.scaled_dot_product_attention(*(x.view(1, 2, 16, 32) for x in ({0}, {1}, {0}))).view(32, 32)",
     "torch.linalg.solve(torch.eye(32) * 4 + {0} * 0.1, {1})",
     "torch.logaddexp({0}, {1}) * 0.5",
 )
@@ -281,11 +281,17 @@ def view(b: Builder) -> None:
     v = b.view(b.pick(VIEWS), b.any_square())
     if b.chance(0.4):
         v = b.view("{0}[..., 1:]", v)
-    b.square(b.pick(("spread({0}).tanh()", "spread({0}) * {1}", "spread({0}.sin()) + {1}")), v, b.any_square())
+    b.square(
+        b.pick(("spread({0}).tanh()", "spread({0}) * {1}", "spread({0}.sin()) + {1}")),
+        v,
+        b.any_square(),
+    )
 
 
 def in_place(b: Builder) -> None:
-    start = b.pick(("{0}.clone()", "{0} * 1.0", "{0} + {1}", "{0} - 0.1", "{0}.contiguous().clone()"))
+    start = b.pick(
+        ("{0}.clone()", "{0} * 1.0", "{0} + {1}", "{0} - 0.1", "{0}.contiguous().clone()")
+    )
     c = b.make(start, b.any_square(), b.any_square(), prefix="c")
     for _ in range(b.pick((1, 1, 2, 3))):
         b.write(b.pick(IN_PLACE), c, b.any_square())
@@ -297,7 +303,11 @@ def in_place_later(b: Builder) -> None:
     c = b.make(b.pick(FACTORIES) + " * 1.0", b.any_square(), prefix="c")
     b.square("{0} + {1}", b.any_square(), c)
     with b.block("with torch.no_grad():\n    {body}"):
-        b.write(b.pick(("{0}.mul_(0.5)", "{0}.add_(0.3)", "{0}[2:9].zero_()", "{0}.copy_({1})")), c, b.any_square())
+        b.write(
+            b.pick(("{0}.mul_(0.5)", "{0}.add_(0.3)", "{0}[2:9].zero_()", "{0}.copy_({1})")),
+            c,
+            b.any_square(),
+        )
     b.square("{0} - {1}", b.any_square(), c)
 
 
@@ -307,8 +317,23 @@ def factory(b: Builder) -> None:
 
 
 def empty_filled(b: Builder) -> None:
-    c = b.make(b.pick(("torch.empty(32, 32)", "torch.empty_like({0})", "{0}.new_empty(32, 32)")), b.any_square(), prefix="c")
-    b.write(b.pick(("{0}.copy_({1}.detach())", "{0}.fill_(0.3)", "torch.tanh({1}.detach(), out={0})", "{0}[:] = 0.5")), c, b.any_square())
+    c = b.make(
+        b.pick(("torch.empty(32, 32)", "torch.empty_like({0})", "{0}.new_empty(32, 32)")),
+        b.any_square(),
+        prefix="c",
+    )
+    b.write(
+        b.pick(
+            (
+                "{0}.copy_({1}.detach())",
+                "{0}.fill_(0.3)",
+                "torch.tanh({1}.detach(), out={0})",
+                "{0}[:] = 0.5",
+            )
+        ),
+        c,
+        b.any_square(),
+    )
     b.square("{0} * {1}", b.any_square(), c)
 
 
@@ -361,9 +386,13 @@ def layer(b: Builder) -> None:
 def autocast(b: Builder) -> None:
     h, w = b.any_square(), b.leaf()
     with b.block("with torch.autocast('cpu', torch.bfloat16):\n    {body}"):
-        inner = b.make(b.pick(("{0} @ {1}", "F.linear({0}, {1})", "torch.mm({0}, {1}).relu()")), h, w)
+        inner = b.make(
+            b.pick(("{0} @ {1}", "F.linear({0}, {1})", "torch.mm({0}, {1}).relu()")), h, w
+        )
         if b.chance(0.5):
-            inner = b.make(b.pick(("{0} @ {1}", "{0}.softmax(-1)", "F.gelu({0})", "{0} + {1}")), inner, w)
+            inner = b.make(
+                b.pick(("{0} @ {1}", "{0}.softmax(-1)", "F.gelu({0})", "{0} + {1}")), inner, w
+            )
     b.square("{0}.float() * 0.3", inner)
 
 
@@ -372,7 +401,11 @@ def no_grad_block(b: Builder) -> None:
     with b.block("with torch.no_grad():\n    {body}"):
         e = b.make("{0} * 0.5", h, prefix="e")
         for _ in range(3):
-            e = b.make(b.pick(("{0}.tanh() + 0.1", "({0} @ {0}) * 0.1", "F.dropout({0}, 0.2)")), e, prefix="e")
+            e = b.make(
+                b.pick(("{0}.tanh() + 0.1", "({0} @ {0}) * 0.1", "F.dropout({0}, 0.2)")),
+                e,
+                prefix="e",
+            )
     b.square("{0} + {1}", h, e)
 
 
@@ -519,14 +552,28 @@ def gradient_buffer(b: Builder) -> None:
     """A buffer that lives between steps and is written in each."""
     c = b.once("running", "torch.zeros(32, 32)", "r")
     h = b.any_square()
-    b.write(b.pick(("{0}.mul_(0.9).add_({1}.detach(), alpha=0.1)", "{0}.copy_({1}.detach())", "{0}[step].add_({1}.detach()[0])")), c, h)
+    b.write(
+        b.pick(
+            (
+                "{0}.mul_(0.9).add_({1}.detach(), alpha=0.1)",
+                "{0}.copy_({1}.detach())",
+                "{0}[step].add_({1}.detach()[0])",
+            )
+        ),
+        c,
+        h,
+    )
     if b.chance(0.7):
         b.square(b.pick(("{0} + {1} * 0.5", "{0} * 1.0 - {1}")), h, c)
 
 
 def deep_chain(b: Builder) -> None:
     """Many cheap ops in a row."""
-    code = "{o} = {0}\nfor _ in range(" + str(b.pick((6, 12, 20))) + "):\n    {o} = ({o} * 1.01 + 0.01).sin()"
+    code = (
+        "{o} = {0}\nfor _ in range("
+        + str(b.pick((6, 12, 20)))
+        + "):\n    {o} = ({o} * 1.01 + 0.01).sin()"
+    )
     out = b.fresh("h")
     b.emit(Kind.MAKE, code, b.any_square(), out=(out,))
     b.join(out)
@@ -537,7 +584,17 @@ def large(b: Builder) -> None:
     h = b.any_square()
     wide = b.make("{0}.repeat(8, 8)", h)
     wide = b.make(b.pick(("{0}.sin()", "F.dropout({0}, 0.2)", "{0}.tanh() * {0}")), wide)
-    b.square(b.pick(("{0}.view(8, 32, 8, 32).mean((0, 2)) + {1}", "{1} + {0}.sum() * 1e-4", "{1} * {0}[:32, :32]")), wide, h)
+    b.square(
+        b.pick(
+            (
+                "{0}.view(8, 32, 8, 32).mean((0, 2)) + {1}",
+                "{1} + {0}.sum() * 1e-4",
+                "{1} * {0}[:32, :32]",
+            )
+        ),
+        wide,
+        h,
+    )
 
 
 def held(b: Builder) -> None:
@@ -582,7 +639,15 @@ _FUNCTIONS = tuple(filler for _, filler in FILLERS)
 
 
 _WITH_CONTEXTS = frozenset(
-    (autocast, no_grad_block, evaluation_loop, checkpointed, other_hooks, functional, in_place_later)
+    (
+        autocast,
+        no_grad_block,
+        evaluation_loop,
+        checkpointed,
+        other_hooks,
+        functional,
+        in_place_later,
+    )
 )
 
 
@@ -601,5 +666,7 @@ def evaluate_between_steps(b: Builder) -> None:
             b.write("{0}.lerp_({1}.detach(), 0.1)", average, w)
         else:
             e = b.fresh("e")
-            b.emit(Kind.BLOCK, "with torch.no_grad():\n    {o} = ({0} @ {0}).tanh().sum()", w, out=(e,))
+            b.emit(
+                Kind.BLOCK, "with torch.no_grad():\n    {o} = ({0} @ {0}).tanh().sum()", w, out=(e,)
+            )
             b.call("note('evaluation', {0})", e)

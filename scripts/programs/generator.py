@@ -85,7 +85,11 @@ def _chosen_aims(rng: random.Random, number: int, family: Family) -> list[Aim]:
         interrupts = any(aim.fault is Fault.INTERRUPT for aim in chosen)
         if chosen[0].fault is chosen[1].fault or (
             interrupts
-            and any(aim.fault in NOT_WITH_INTERRUPTS or aim.phase is Phase.AFTER for aim in chosen if aim.fault is not Fault.INTERRUPT)
+            and any(
+                aim.fault in NOT_WITH_INTERRUPTS or aim.phase is Phase.AFTER
+                for aim in chosen
+                if aim.fault is not Fault.INTERRUPT
+            )
         ):
             chosen.pop()
     return chosen
@@ -153,7 +157,7 @@ BACKWARDS = (
     (0.8, "torch.autograd.backward([{0} * 0.5, {0} * 0.5])"),
     (0.5, "Job({0}.backward).wait()"),
     (0.4, "with delta.disable():\n    {0}.backward()"),
-    (0.15, "with torch.autograd.set_detect_anomaly(True, check_nan=False):\n    {0}.backward()"),
+    (0.08, "with torch.autograd.set_detect_anomaly(True, check_nan=False):\n    {0}.backward()"),
     (0.4, "with torch.autograd.set_multithreading_enabled(False):\n    {0}.backward()"),
     (0.3, "with torch.no_grad():\n    {0}.backward()"),
 )
@@ -173,7 +177,15 @@ def _close(b: Builder) -> None:
     for group in groups:
         form = rng.choice(("({}).mean()", "({}).square().mean()", "({}).tanh().sum() * 0.01"))
         total = " + ".join(f"{{{position}}}" for position in range(len(group)))
-        losses.append(b.make(form.format(total.replace("{", "{{").replace("}", "}}")).replace("{{", "{").replace("}}", "}"), *group, prefix="loss"))
+        losses.append(
+            b.make(
+                form.format(total.replace("{", "{{").replace("}", "}}"))
+                .replace("{{", "{")
+                .replace("}}", "}"),
+                *group,
+                prefix="loss",
+            )
+        )
     for loss in losses:
         b.call("note('loss', {0})", loss)
     with b.into(Phase.BACKWARD):
@@ -221,7 +233,10 @@ def _optimize(b: Builder) -> None:
                 b.call(f"{{0}}.zero_grad(set_to_none={rng.random() < 0.7})", optimizer)
         else:
             for leaf in [*b.leaves, *b.other_leaves]:
-                b.write("if {0}.grad is not None:\n    {0}.data.add_({0}.grad, alpha=-0.01)\n    {0}.grad = None", leaf)
+                b.write(
+                    "if {0}.grad is not None:\n    {0}.data.add_({0}.grad, alpha=-0.01)\n    {0}.grad = None",
+                    leaf,
+                )
         for leaf in b.side_leaves:
             if rng.random() < 0.5:
                 b.write("{0}.grad = None", leaf)

@@ -81,7 +81,10 @@ def remove(program: Program, numbers: set[int]) -> Program:
             break
         for name in made_elsewhere:
             made_elsewhere[name] = sum(
-                name in each.out for tops in program.phases.values() for top in tops for each in top.walk()
+                name in each.out
+                for tops in program.phases.values()
+                for top in tops
+                for each in top.walk()
             )
     return replace(program, phases=phases)
 
@@ -278,6 +281,8 @@ class Minimiser:
 def _signature(result: Result) -> tuple[Verdict, str]:
     """What has to stay the same: the verdict, and of an error its class."""
     if result.verdict in (Verdict.LOUD, Verdict.LEGALLY_LOUD):
-        found = re.search(r"(\w+(?:Error|Mismatch|Modification|Failed|Infeasible))\b", result.detail)
+        found = re.search(
+            r"(\w+(?:Error|Mismatch|Modification|Failed|Infeasible))\b", result.detail
+        )
         return result.verdict, found.group(1) if found else ""
     return result.verdict, ""

@@ -12,6 +12,9 @@ Note: what repeats
 # --- imports ---
 import contextlib
 import ctypes
+
+# --- parts ---
+import inspect
 import io
 import itertools
 import mmap
@@ -19,6 +22,8 @@ import random
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,17 +35,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-# --- parts ---
-import inspect
-from collections.abc import Callable
-from pathlib import Path
-
 from scripts.programs.driver import Job
 
-_USED_BY_PROGRAMS = (contextlib, io, itertools, mmap, random, sys, tempfile, threading, dist, F, nn, checkpoint, Job)
+_USED_BY_PROGRAMS = (
+    contextlib,
+    io,
+    itertools,
+    mmap,
+    random,
+    sys,
+    tempfile,
+    threading,
+    dist,
+    F,
+    nn,
+    checkpoint,
+    Job,
+)
 IMPORTS = (
     Path(__file__).read_text().split("# --- imports ---\n")[1].split("# --- parts ---\n")[0]
-    + "\nimport hashlib\nimport signal\nimport warnings\n\nimport delta_runtime as delta\nfrom delta_runtime import cpu_pool\n"
+    + "\nimport hashlib\nimport signal\nimport warnings\n\n"
+    + "import delta_runtime as delta\nfrom delta_runtime import cpu_pool\n"
 )
 """The imports of a standalone script."""
 
@@ -63,7 +78,9 @@ def source_of(name: str) -> str:
         return inspect.getsource(REGISTRY[name]).replace("@_part\n", "", 1).strip()
     function, declaration, backward = _OPS[name]
     text = inspect.getsource(function)
-    return "\n".join([declaration, text[text.index("def ") :].strip(), *([backward] if backward else [])])
+    return "\n".join(
+        [declaration, text[text.index("def ") :].strip(), *([backward] if backward else [])]
+    )
 
 
 def _op(mutates=(), backward=""):
@@ -240,7 +257,9 @@ class RoundingFunctionMode(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if function in (torch.mm, torch.matmul, torch.Tensor.mm, torch.Tensor.matmul):
-            result = result + (result.detach().to(torch.bfloat16).to(result.dtype) - result.detach())
+            result = result + (
+                result.detach().to(torch.bfloat16).to(result.dtype) - result.detach()
+            )
         return result
 
 
@@ -498,6 +517,7 @@ class DrawsInBackward(torch.autograd.Function):
     def backward(ctx, gradient):
         (x,) = ctx.saved_tensors
         return gradient * torch.rand_like(x)
+
 
 @_part
 class AddsToMain(torch.autograd.Function):

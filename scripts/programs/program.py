@@ -160,7 +160,9 @@ class Program:
 
     def persistent(self) -> list[str]:
         """Names that `prepare` assigns, in order."""
-        return [name for top in self.phases.get(Phase.PREPARE, ()) for name in sorted(top.assigns())]
+        return [
+            name for top in self.phases.get(Phase.PREPARE, ()) for name in sorted(top.assigns())
+        ]
 
     def with_phase(self, phase: Phase, instructions: Sequence[Instruction]) -> Program:
         """The same program with another phase."""

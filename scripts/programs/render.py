@@ -181,7 +181,7 @@ def _merged(lines: list[str]) -> list[str]:
 
 
 def render(program: Program, marks: Marks = NO_MARKS) -> str:
-    """The functions `prepare`, `forward`, `between`, `backward` and `after`, and the constants that the driver reads."""
+    """The functions `prepare`, `forward`, `between`, `backward`, `after`, and the constants that the driver reads."""
     return _Renderer(program, marks).source()
 
 
@@ -223,7 +223,7 @@ def standalone(program: Program, settings: Settings, remarks: Sequence[str] = ()
     return "\n\n\n".join(each for each in sections if each) + "\n"
 
 
-_MAIN = '''
+_MAIN = """
 if __name__ == "__main__":
     cpu_pool.install()
     with Peak() as peak:
@@ -234,4 +234,4 @@ if __name__ == "__main__":
     difference = first_difference(found, expected)
     print("managed run:", difference or "the same bits")
     sys.exit(1 if difference else 0)
-'''
+"""

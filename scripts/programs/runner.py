@@ -29,7 +29,6 @@ from scripts.programs.program import Instruction, Program
 from scripts.programs.render import Marks, render
 from scripts.programs.settings import Settings
 
-
 ORDINARY_RUNS = 3
 """Ordinary runs of a program whose managed run differs, before that counts."""
 ALWAYS_AGAIN = 8
@@ -89,8 +88,9 @@ def names_of_parts() -> dict[str, Any]:
 
 
 _IMPORTED = (
-    "contextlib ctypes dist io itertools mmap random sys tempfile threading np torch F nn checkpoint"
-).split()
+    *("contextlib", "ctypes", "dist", "io", "itertools", "mmap", "random", "sys", "tempfile"),
+    *("threading", "np", "torch", "F", "nn", "checkpoint"),
+)
 
 
 class Prepared:
@@ -330,7 +330,9 @@ def _managed(
         found = prepared.run(managed_by, watch)
     except Exception as raised_error:
         names = [each.__name__ for each in type(raised_error).__mro__]
-        error = f"{': '.join((names[0], str(raised_error)[:400]))}\n{traceback.format_exc(limit=-3)}"
+        error = (
+            f"{': '.join((names[0], str(raised_error)[:400]))}\n{traceback.format_exc(limit=-3)}"
+        )
     evictions = sum(_evictions(runtime) for each in managements for runtime in each.runtimes)
     base = Result(Verdict.SAME, "", False, evictions, frozenset(watch.cells))
     left = left_behind()
@@ -364,7 +366,11 @@ def _different(
         return replace(base, verdict=Verdict.LOST_SIGNAL)
     # What came before the first error must be equal all the same.
     position = next(
-        (n for n, ((a, x), (b, y)) in enumerate(zip(found, expected)) if a != b or not _alike(x, y)),
+        (
+            n
+            for n, ((a, x), (b, y)) in enumerate(zip(found, expected))
+            if a != b or not _alike(x, y)
+        ),
         len(expected),
     )
     label, payload = found[position] if position < len(found) else ("", b"")
@@ -404,7 +410,10 @@ def left_behind() -> str:
 
 
 def culprits(
-    program: Program, settings: Settings, result: Result, judge_it: Callable[[Program, Settings], Result]
+    program: Program,
+    settings: Settings,
+    result: Result,
+    judge_it: Callable[[Program, Settings], Result],
 ) -> set[Fault]:
     """The faults that a finding is about: of the attacks without which it does not come up; none: of no attack."""
     from scripts.programs.minimise import remove  # which judges, too

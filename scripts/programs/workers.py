@@ -87,7 +87,9 @@ class Worker:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        with tempfile.NamedTemporaryFile(prefix="stress-programs-", suffix=".log", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            prefix="stress-programs-", suffix=".log", delete=False
+        ) as file:
             self.log = file.name
         self.process = context.Process(target=_serve, args=(theirs, self.log), daemon=False)
         self.process.start()
@@ -148,9 +150,14 @@ class Worker:
     def _tail(self) -> str:
         try:
             with open(self.log, errors="replace") as file:
-                return file.read()[-TAIL_CHARACTERS:]
+                text = file.read()
         except OSError:
             return ""
+        text = text.split("\nExtension modules: ")[0]
+        for beginning in ("Fatal Python error", "Traceback (most recent call last)"):
+            if beginning in text:
+                return text[text.rindex(beginning) :][:TAIL_CHARACTERS]
+        return text[-TAIL_CHARACTERS:]
 
     def renew(self) -> None:
         """Ends the process and starts another one."""

@@ -85,7 +85,15 @@ def collective(b: Builder, aim: Aim) -> Iterator[None]:
 
 def data_parallel(b: Builder) -> None:
     """A part of the model is wrapped for data parallel training."""
-    arguments = b.pick(("", ", gradient_as_bucket_view=True", ", static_graph=True", ", bucket_cap_mb=0.001", ", broadcast_buffers=False"))
+    arguments = b.pick(
+        (
+            "",
+            ", gradient_as_bucket_view=True",
+            ", static_graph=True",
+            ", bucket_cap_mb=0.001",
+            ", broadcast_buffers=False",
+        )
+    )
     dropout = b.pick(("0.0", "0.2"))
     net = b.prepared(f"nn.parallel.DistributedDataParallel(TinyNet({dropout}){arguments})", "net")
     h = b.make("{0}({1})", net, b.any_square())

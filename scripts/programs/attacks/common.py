@@ -99,7 +99,11 @@ def derive(b: Builder, memory: str, leaf: str, *, saves: bool) -> str:
     expression = b.pick(SAVES_BOTH if saves and b.chance(0.6) else SAVES_NEITHER)
     y = b.make(expression, memory, leaf, prefix="y")
     if b.chance(0.4):
-        y = b.make(b.pick(("{0} * 1.1", "{0}.tanh()", "{0} + 0.1", "{0}.exp().clamp(max=3)")), y, prefix="y")
+        y = b.make(
+            b.pick(("{0} * 1.1", "{0}.tanh()", "{0} + 0.1", "{0}.exp().clamp(max=3)")),
+            y,
+            prefix="y",
+        )
     return b.make(b.pick(USES), y)
 
 
@@ -153,9 +157,7 @@ def writing(
     yield
 
 
-def making(
-    b: Builder, aim: Aim, make: Callable[[str], str], loss: bool = True
-) -> Iterator[None]:
+def making(b: Builder, aim: Aim, make: Callable[[str], str], loss: bool = True) -> Iterator[None]:
     """Makes a square in the phase that is asked for, by `make(leaf)`, and asks for its gradient later."""
     leaf = leaf_for(b, aim)
     if aim.phase is Phase.FORWARD:

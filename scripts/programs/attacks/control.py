@@ -14,8 +14,8 @@ from scripts.programs.attacks.common import (
     making_steps,
 )
 from scripts.programs.builder import Builder
-from scripts.programs.fillers import BINARY, UNARY
 from scripts.programs.faults import Fault
+from scripts.programs.fillers import BINARY, UNARY
 from scripts.programs.program import Kind, Phase
 
 
@@ -38,7 +38,13 @@ def saved_written(b: Builder, aim: Aim) -> Iterator[None]:
         factor = b.number()
         code = f"{{o}} = {function}.apply({{0}}, {factor})"
         attack_here = aim.phase is not Phase.BACKWARD
-        b.emit(Kind.MAKE, code, x, out=(written,), attack=None if attack_here else b.moment(aim.fault, x))
+        b.emit(
+            Kind.MAKE,
+            code,
+            x,
+            out=(written,),
+            attack=None if attack_here else b.moment(aim.fault, x),
+        )
         z = b.make("{0} + {1}", other, written)
         loss = b.make("({0} * 0.01).sum()", z, prefix="l")
         twice = quiet or b.chance(0.5)
@@ -119,7 +125,9 @@ def interrupt(b: Builder, aim: Aim) -> Iterator[None]:
     yield
     for step in range(b.steps):
         if step == 0 or b.chance(0.5):
-            b.interrupts[step] = b.pick((0.0001, 0.0003, 0.001, 0.003, 0.006)) * b.rng.uniform(0.5, 2)
+            b.interrupts[step] = b.pick((0.0001, 0.0003, 0.001, 0.003, 0.006)) * b.rng.uniform(
+                0.5, 2
+            )
     for _ in range(2):
         b.square(b.pick(UNARY), b.any_square())
 
@@ -182,7 +190,11 @@ def list_op(b: Builder, aim: Aim) -> Iterator[None]:
         if kind < 0.45:
             code = "{o} = " + b.pick(LISTS)
         elif kind < 0.48:  # long: once in a program
-            code = "{o} = " + b.pick(LONG_LISTS) + f" if step == {b.rng.randrange(b.steps)} else {{0}} * 0.5"
+            code = (
+                "{o} = "
+                + b.pick(LONG_LISTS)
+                + f" if step == {b.rng.randrange(b.steps)} else {{0}} * 0.5"
+            )
         else:
             m = b.make(b.pick(("{0}.detach() * 0.5", "torch.ones(32, 32) * 1.0")), leaf, prefix="m")
             other = b.make("{0}.detach().tanh()", leaf, prefix="m")
@@ -218,7 +230,13 @@ def several_backwards(b: Builder, aim: Aim) -> Iterator[None]:
     yield
     with making_steps(b, aim):
         y = b.make(b.pick(BINARY[:5]), b.make("{0}.tanh()", leaf, prefix="x"), leaf, prefix="y")
-        y = b.make(b.pick(("{0}.sin()", "{0}.tanh()", "{0} * {0}", "{0}.sigmoid()", "{0}.exp().clamp(max=2)")), y, prefix="y")
+        y = b.make(
+            b.pick(
+                ("{0}.sin()", "{0}.tanh()", "{0} * {0}", "{0}.sigmoid()", "{0}.exp().clamp(max=2)")
+            ),
+            y,
+            prefix="y",
+        )
         y = b.make(b.pick(("{0}.sin()", "{0} @ {0} * 0.1", "{0} * {0}")), y, prefix="y")
         loss = b.make("({0} * 0.05).sum()", y, prefix="l")
         if aim.phase is not Phase.AFTER:
@@ -257,7 +275,11 @@ def left_elsewhere(b: Builder, aim: Aim) -> Iterator[None]:
                     b.call("{0}.backward()", loss)
             else:
                 last = b.steps - 1
-                code = "close_runtimes(MANAGEMENT)" if b.chance(0.5) else "Job(close_runtimes, MANAGEMENT).wait()"
+                code = (
+                    "close_runtimes(MANAGEMENT)"
+                    if b.chance(0.5)
+                    else "Job(close_runtimes, MANAGEMENT).wait()"
+                )
                 if b.when is None or last in b.when:
                     with b.only((last,)):
                         b.emit(Kind.CALL, code, attack=attack)

@@ -158,11 +158,26 @@ def shared_memory(b: Builder, aim: Aim) -> Iterator[None]:
         b.strike(Kind.WRITE, code, names["array"], fault=aim.fault, on=own(m))
 
     def array_wrapped_each_step() -> str:
-        names["array"] = b.prepared("np.random.RandomState(SEED % 99991).randn(32, 32).astype(np.float32)", "array")
-        return b.make(b.pick(("torch.from_numpy({0})", "torch.as_tensor({0})", "torch.asarray({0})", "torch.from_dlpack({0})")), names["array"], prefix="m")
+        names["array"] = b.prepared(
+            "np.random.RandomState(SEED % 99991).randn(32, 32).astype(np.float32)", "array"
+        )
+        return b.make(
+            b.pick(
+                (
+                    "torch.from_numpy({0})",
+                    "torch.as_tensor({0})",
+                    "torch.asarray({0})",
+                    "torch.from_dlpack({0})",
+                )
+            ),
+            names["array"],
+            prefix="m",
+        )
 
     def array_wrapped_once() -> str:
-        names["array"] = b.prepared("np.random.RandomState(SEED % 99991).randn(32, 32).astype(np.float32)", "array")
+        names["array"] = b.prepared(
+            "np.random.RandomState(SEED % 99991).randn(32, 32).astype(np.float32)", "array"
+        )
         return b.prepared("torch.from_numpy({0})", "m", names["array"])
 
     def array_wrapped_twice() -> str:
@@ -263,7 +278,12 @@ def own_version_counter(b: Builder, aim: Aim) -> Iterator[None]:
     code = _filled(b, DATA_WRITES if data else QUIET_WRITES)
 
     def make() -> str:
-        return b.make(b.pick(OWN_COUNTERS), b.make("{0}.detach() * 0.5", b.any_square(), prefix="x"), b.leaf(), prefix="m")
+        return b.make(
+            b.pick(OWN_COUNTERS),
+            b.make("{0}.detach() * 0.5", b.any_square(), prefix="x"),
+            b.leaf(),
+            prefix="m",
+        )
 
     def strike(m: str) -> None:
         _unseen(b, code, m, aim.fault, where)
@@ -318,7 +338,9 @@ def storage_resized(b: Builder, aim: Aim) -> Iterator[None]:
             first = "{o} = {0}.clone()\n{0}.untyped_storage().resize_(0)"
             attack = b.moment(aim.fault, m)
             b.emit(Kind.WRITE, first, m, out=(keep,), attack=attack)
-            code = "{0}.untyped_storage().resize_({1}.untyped_storage().nbytes())\n{0}.data.copy_({1})"
+            code = (
+                "{0}.untyped_storage().resize_({1}.untyped_storage().nbytes())\n{0}.data.copy_({1})"
+            )
             with b.into(Phase.BACKWARD):
                 b.write(code, m, keep)
             return
@@ -360,10 +382,20 @@ def partial_overwrite(b: Builder, aim: Aim) -> Iterator[None]:
 
     def make(leaf: str) -> str:
         source = leaf if b.chance(0.5) else b.any_square()
-        base = b.pick(("{0}.detach() * 0.5", "{0}.detach().clone()", "torch.ones(32, 32)", "torch.rand(32, 32)", "torch.full_like({0}, 0.2)"))
+        base = b.pick(
+            (
+                "{0}.detach() * 0.5",
+                "{0}.detach().clone()",
+                "torch.ones(32, 32)",
+                "torch.rand(32, 32)",
+                "torch.full_like({0}, 0.2)",
+            )
+        )
         m = b.make(base, source, prefix="m")
         b.strike(Kind.WRITE, b.pick(OVERLAPPING), m, fault=aim.fault, on=(m,))
-        y = b.make(b.pick(("{0} * {1}", "{0} + {1}", "torch.mm({0}, {1}) * 0.2")), m, leaf, prefix="y")
+        y = b.make(
+            b.pick(("{0} * {1}", "{0} + {1}", "torch.mm({0}, {1}) * 0.2")), m, leaf, prefix="y"
+        )
         return b.make("{0}.sin()", y)
 
     yield from making(b, aim, make)

@@ -1,4 +1,4 @@
-"""Attacks on how numbers come about: modes, subclasses, flags, ops that change their mind or draw numbers of their own."""
+"""Attacks on how numbers come about: modes, subclasses, flags, ops that change or draw numbers of their own."""
 
 from __future__ import annotations
 
@@ -68,7 +68,11 @@ def dispatch_mode(b: Builder, aim: Aim) -> Iterator[None]:
     yield from making(b, aim, make)
 
 
-SUBCLASSES = ("ScaledTensor({0}.detach())", "WrappedTensor({0}.detach())", "QuantizedTensor.of({0}.detach())")
+SUBCLASSES = (
+    "ScaledTensor({0}.detach())",
+    "WrappedTensor({0}.detach())",
+    "QuantizedTensor.of({0}.detach())",
+)
 SUBCLASS_USES = (
     "{0} @ {1}",
     "{0} * {1}",
@@ -93,7 +97,14 @@ def subclass_operand(b: Builder, aim: Aim) -> Iterator[None]:
         weight = b.make(b.pick(SUBCLASSES), source, prefix="u")
         x = b.make("{0} * 1.0", leaf, prefix="x")
         y = b.fresh("y")
-        b.emit(Kind.MAKE, "{o} = " + b.pick(SUBCLASS_USES), x, weight, out=(y,), attack=b.moment(aim.fault, y))
+        b.emit(
+            Kind.MAKE,
+            "{o} = " + b.pick(SUBCLASS_USES),
+            x,
+            weight,
+            out=(y,),
+            attack=b.moment(aim.fault, y),
+        )
         return b.make(b.pick(USES), y)
 
     yield from making(b, aim, make)
@@ -119,9 +130,15 @@ class Flag:
 
 _CONV = "F.conv2d({0}.view(1, 4, 16, 16), torch.linspace(-1, 1, 400).view(4, 4, 5, 5), padding=2).view(32, 32) * 0.2"
 _MKLDNN = ("torch._C._set_mkldnn_enabled(False)", "torch._C._set_mkldnn_enabled(True)")
-_PRECISION = ("torch.set_float32_matmul_precision('medium')", "torch.set_float32_matmul_precision('highest')")
+_PRECISION = (
+    "torch.set_float32_matmul_precision('medium')",
+    "torch.set_float32_matmul_precision('highest')",
+)
 _DENORMAL = ("torch.set_flush_denormal(True)", "torch.set_flush_denormal(False)")
-_DETERMINISTIC = ("torch.use_deterministic_algorithms(True)", "torch.use_deterministic_algorithms(False)")
+_DETERMINISTIC = (
+    "torch.use_deterministic_algorithms(True)",
+    "torch.use_deterministic_algorithms(False)",
+)
 _THREADS = ("torch.set_num_threads(2)", "torch.set_num_threads(1)")
 _DTYPE = ("torch.set_default_dtype(torch.float64)", "torch.set_default_dtype(torch.float32)")
 _MATH = ("torch._C._set_sdp_use_flash(False)", "torch._C._set_sdp_use_flash(True)")
@@ -132,7 +149,10 @@ FLAGS = (
     Flag(*_PRECISION, "torch.mm({0}, {0}) * 0.1"),
     Flag(*_PRECISION, "F.linear({0}, {0}, {0}[0]) * 0.1"),
     Flag(*_PRECISION, "torch.addmm({0}, {0}, {0}) * 0.1"),
-    Flag(*_PRECISION, "torch.bmm({0}.view(2, 16, 32), {0}.view(2, 32, 16)).view(16, 32).repeat(2, 1) * 0.1"),
+    Flag(
+        *_PRECISION,
+        "torch.bmm({0}.view(2, 16, 32), {0}.view(2, 32, 16)).view(16, 32).repeat(2, 1) * 0.1",
+    ),
     Flag(*_DENORMAL, "(({0} * 1e-37) * 1e-3) * 1e20 * 1e20"),
     Flag(*_DENORMAL, "({0}.tanh() * 1e-39 + 1e-40) * 1e20 * 1e19"),
     Flag(*_DETERMINISTIC, "by_flags({0})"),

@@ -21,7 +21,12 @@ DRAWS = (
     "torch.randint(0, 100, (4,), generator={g})",
     "torch.empty(8).normal_(generator={g})",
 )
-DROPPING = ("F.dropout({0}, 0.3)", "{0} * torch.rand_like({0})", "F.dropout({0}, 0.3).tanh()", "{0} + torch.randn_like({0}) * 0.1")
+DROPPING = (
+    "F.dropout({0}, 0.3)",
+    "{0} * torch.rand_like({0})",
+    "F.dropout({0}, 0.3).tanh()",
+    "{0} + torch.randn_like({0}) * 0.1",
+)
 OWN_DROPPING = (
     "{0} * torch.rand({0}.shape, generator={1})",
     "{0} * torch.bernoulli(torch.full({0}.shape, 0.7), generator={1})",
