@@ -9,11 +9,8 @@ Note: what repeats
   repeat while a second call of the same op, out of order, does not.
 """
 
-# --- imports ---
 import contextlib
 import ctypes
-
-# --- parts ---
 import inspect
 import io
 import itertools
@@ -23,7 +20,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -52,13 +48,6 @@ _USED_BY_PROGRAMS = (
     checkpoint,
     Job,
 )
-IMPORTS = (
-    Path(__file__).read_text().split("# --- imports ---\n")[1].split("# --- parts ---\n")[0]
-    + "\nimport hashlib\nimport signal\nimport warnings\n\n"
-    + "import delta_runtime as delta\nfrom delta_runtime import cpu_pool\n"
-)
-"""The imports of a standalone script."""
-
 REGISTRY: dict[str, object] = {}
 """Name -> part, in the order of definition."""
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from scripts.programs import driver, parts
+from scripts.programs.faults import Family
 from scripts.programs.program import Instruction, Kind, Phase, Program
 from scripts.programs.settings import Settings
 
@@ -212,19 +213,48 @@ def standalone(program: Program, settings: Settings, remarks: Sequence[str] = ()
     used = "\n\n\n".join(parts.source_of(name) for name in needed_parts(body))
     head = "\n".join(f"# {line}" for line in (*remarks, f"managed: {settings.describe()}"))
     sections = [
-        head,
-        parts.IMPORTS.strip(),
         used,
         body.strip(),
         inspect.getsource(driver).split("# --- the driver ---\n", 1)[1].strip(),
         settings.script_lines().strip(),
         _MAIN.strip(),
+        (_TOGETHER if program.family is Family.TWO_PROCESS else _ALONE).strip(),
     ]
-    return "\n\n\n".join(each for each in sections if each) + "\n"
+    imports = _imports_of("\n".join(sections))
+    return "\n\n\n".join(each for each in (head, imports, *sections) if each) + "\n"
+
+
+_IMPORTS = (
+    *("contextlib", "ctypes", "dataclasses", "hashlib", "io", "itertools", "mmap", "os", "random"),
+    *("signal", "subprocess", "sys", "tempfile", "threading", "warnings"),
+)
+_IMPORT_LINES = (
+    "import numpy as np",
+    "import torch",
+    "import torch.distributed as dist",
+    "import torch.nn.functional as F",
+    "from torch import nn",
+    "from torch.overrides import TorchFunctionMode",
+    "from torch.utils._python_dispatch import TorchDispatchMode",
+    "from torch.utils._pytree import tree_map",
+    "from torch.utils.checkpoint import checkpoint",
+    "",
+    "import delta_runtime as delta",
+    "from delta_runtime import cpu_pool",
+    "from delta_runtime.decide.policies import get_policy",
+)
+
+
+def _imports_of(text: str) -> str:
+    """The imports of a script: those whose names it uses."""
+    words = set(_WORD.findall(text))
+    plain = [f"import {name}" for name in _IMPORTS if name in words]
+    others = [line for line in _IMPORT_LINES if not line or line.split()[-1] in words]
+    return "\n".join([*plain, "", *others])
 
 
 _MAIN = """
-if __name__ == "__main__":
+def main():
     cpu_pool.install()
     with Peak() as peak:
         expected = drive(globals())
@@ -234,4 +264,25 @@ if __name__ == "__main__":
     difference = first_difference(found, expected)
     print("managed run:", difference or "the same bits")
     sys.exit(1 if difference else 0)
+"""
+
+_ALONE = """
+if __name__ == "__main__":
+    main()
+"""
+
+_TOGETHER = """
+RANK = int(os.environ.get("PROGRAM_RANK", -1))
+
+if __name__ == "__main__":
+    if RANK < 0:
+        os.environ["PROGRAM_STORE"] = tempfile.mktemp()
+        processes = [
+            subprocess.Popen([sys.executable, __file__], env={**os.environ, "PROGRAM_RANK": str(rank)})
+            for rank in range(2)
+        ]
+        sys.exit(max(process.wait() for process in processes))
+    store = "file://" + os.environ["PROGRAM_STORE"]
+    dist.init_process_group("gloo", init_method=store, rank=RANK, world_size=2)
+    main()
 """

@@ -87,8 +87,6 @@ class Settings:
             for name, value in self._arguments(0).items()
         )
         return (
-            "import dataclasses\n\n"
-            "from delta_runtime.decide.policies import get_policy\n\n"
             f"Peak.share = {self.share!r}\n\n\n"
             "def make_runtime(budget_bytes):\n"
             f"    policy = dataclasses.replace(get_policy({self.policy!r}), seed={self.seed})\n"

@@ -42,8 +42,9 @@ WRITES_TOGETHER = (
     "dist.scatter({0}, [torch.ones(32, 32), torch.full((32, 32), 0.5)] if dist.get_rank() == 0 else None, 0)",
     "dist.gather(torch.full((32, 32), 0.25), [{0}, torch.zeros(32, 32)] if dist.get_rank() == 0 else None, 0)",
     "dist.all_reduce_coalesced([{0}, torch.ones(3)])",
-    "[each.wait() for each in dist.batch_isend_irecv([dist.P2POp(dist.isend, {0} * 3.0, 1 - dist.get_rank()), dist.P2POp(dist.irecv, {0}, 1 - dist.get_rank())])]",
-    "torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce_({0}, 'sum', dist.group.WORLD.group_name))",
+    "[each.wait() for each in (dist.isend({0} * 3.0, 1 - RANK), dist.irecv({0}, 1 - RANK))]",
+    "torch.ops._c10d_functional.wait_tensor("
+    "torch.ops._c10d_functional.all_reduce_({0}, 'sum', dist.group.WORLD.group_name))",
 )
 MEMORY = (
     "torch.zeros(32, 32)",

@@ -37,23 +37,13 @@ def saved_written(b: Builder, aim: Aim) -> Iterator[None]:
         written = b.fresh("h")
         factor = b.number()
         code = f"{{o}} = {function}.apply({{0}}, {factor})"
-        attack_here = aim.phase is not Phase.BACKWARD
-        b.emit(
-            Kind.MAKE,
-            code,
-            x,
-            out=(written,),
-            attack=None if attack_here else b.moment(aim.fault, x),
-        )
+        b.emit(Kind.MAKE, code, x, out=(written,))
         z = b.make("{0} + {1}", other, written)
         loss = b.make("({0} * 0.01).sum()", z, prefix="l")
         twice = quiet or b.chance(0.5)
         with b.into(aim.phase):
             code = "{0}.backward(retain_graph=True)\n{0}.backward()" if twice else "{0}.backward()"
-            if attack_here:
-                b.strike(Kind.CALL, code, loss, fault=aim.fault, on=(x,))
-            else:
-                b.call(code, loss)
+            b.strike(Kind.CALL, code, loss, fault=aim.fault, on=(x,))
     yield
 
 
@@ -62,7 +52,8 @@ def saved_written(b: Builder, aim: Aim) -> Iterator[None]:
 CAUGHT = (
     "try:\n    {body}\n    raise_planned()\nexcept Planned:\n    pass",
     "try:\n    {body}\n    torch.mm({0}, {0}[:5])\nexcept RuntimeError:\n    pass",
-    "try:\n    {body}\n    torch._foreach_add_([torch.ones(32, 32), {0}.detach()], [torch.ones(32, 32), torch.ones(3, 5)])\nexcept RuntimeError:\n    pass",
+    "try:\n    {body}\n    pair = torch.ones(32, 32), torch.ones(3, 5)\n"
+    "    torch._foreach_add_([torch.ones(32, 32), {0}.detach()], pair)\nexcept RuntimeError:\n    pass",
     "try:\n    {body}\n    torch.empty(1 << 60)\nexcept RuntimeError:\n    pass",
     "try:\n    {body}\n    {0}.view(7, 7)\nexcept RuntimeError:\n    pass",
     "try:\n    {body}\n    with torch.no_grad():\n        raise_planned()\nexcept Planned:\n    pass",
@@ -213,13 +204,17 @@ SEVERAL = (
     "{0}.backward(retain_graph=True)\n{0}.backward(retain_graph=True)\n{0}.backward()",
     "{0}.backward(create_graph=True)",
     "{o} = torch.autograd.grad({0}, {1}, create_graph=True)[0]\n({o}.square().sum() + {0}).backward()",
-    "{o} = torch.autograd.grad({0}, {1}, create_graph=True)[0]\n{o} = torch.autograd.grad({o}.tanh().sum(), {1}, create_graph=True)[0]\n{o}.square().sum().backward()",
-    "{0}.backward(retain_graph=True, create_graph=True)\n{1}.grad.square().sum().backward()\n{1}.grad = {1}.grad.detach()",
+    "{o} = torch.autograd.grad({0}, {1}, create_graph=True)[0]\n"
+    "{o} = torch.autograd.grad({o}.tanh().sum(), {1}, create_graph=True)[0]\n"
+    "{o}.square().sum().backward()",
+    "{0}.backward(retain_graph=True, create_graph=True)\n{1}.grad.square().sum().backward()\n"
+    "{1}.grad = {1}.grad.detach()",
     "{o} = torch.autograd.grad({0}, {1}, retain_graph=True)[0]\n{0}.backward()\nnote('gradient', {o})",
     "{o} = torch.autograd.grad({0}, {1})[0]\n{1}.grad = {o} if {1}.grad is None else {1}.grad + {o}",
     "with torch.no_grad():\n    {0}.backward(retain_graph=True)\n{0}.backward()",
     "try:\n    {0}.backward()\n    {0}.backward()\nexcept RuntimeError:\n    pass",
-    "{o} = torch.autograd.grad({0}, {1}, torch.tensor(0.5), retain_graph=True, allow_unused=True)[0]\n{0}.backward(inputs=[{1}])\nnote('gradient', {o})",
+    "{o} = torch.autograd.grad({0}, {1}, torch.tensor(0.5), retain_graph=True)[0]\n"
+    "{0}.backward(inputs=[{1}])\nnote('gradient', {o})",
     "torch.autograd.backward([{0}, {0} * 2])",
 )
 

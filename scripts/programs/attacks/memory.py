@@ -1,4 +1,4 @@
-"""Attacks on what memory holds: writes that nobody announces, memory that is shared, exchanged or only partly written."""
+"""Attacks on what memory holds: writes that nobody announces, memory shared, exchanged or only partly written."""
 
 from __future__ import annotations
 
@@ -306,11 +306,12 @@ def unseen_write(b: Builder, aim: Aim) -> Iterator[None]:
 
 # ------------------------------------------------------------------------------------ storages
 
+_AWAY_AND_BACK = "{0}.untyped_storage().resize_(0)\n{0}.untyped_storage().resize_({1}.untyped_storage().nbytes())\n"
 RESIZES = (
-    "{1} = {0}.clone()\n{0}.untyped_storage().resize_(0)\n{0}.untyped_storage().resize_({1}.untyped_storage().nbytes())\n{0}.data.copy_({1})",
-    "{1} = {0}.clone()\n{0}.untyped_storage().resize_(0)\n{0}.untyped_storage().resize_({1}.untyped_storage().nbytes())\n{0}.untyped_storage().copy_({1}.untyped_storage())",
-    "{1} = {0}.clone()\n{0}.untyped_storage().resize_(0)\n{0}.untyped_storage().resize_({1}.untyped_storage().nbytes())\n{0}.numpy()[...] = {1}.numpy()",
-    "{1} = {0} * 0.5\n{0}.untyped_storage().resize_(0)\n{0}.untyped_storage().resize_({1}.untyped_storage().nbytes())\n{0}.data.copy_({1})",
+    "{1} = {0}.clone()\n" + _AWAY_AND_BACK + "{0}.data.copy_({1})",
+    "{1} = {0}.clone()\n" + _AWAY_AND_BACK + "{0}.untyped_storage().copy_({1}.untyped_storage())",
+    "{1} = {0}.clone()\n" + _AWAY_AND_BACK + "{0}.numpy()[...] = {1}.numpy()",
+    "{1} = {0} * 0.5\n" + _AWAY_AND_BACK + "{0}.data.copy_({1})",
     "{1} = {0} * 0.5\n{0}.data = {1}",
     "{1} = {0} * 0.5\n{0}.data.set_({1})",
     "{1} = {0} * 0.5\n{0}.data = {1}\n{1}.add_(0.25)",
