@@ -41,6 +41,7 @@ class Fault(enum.Enum):
     SEVERAL_BACKWARDS = "several backwards, some of them differentiable"
     LEFT_ELSEWHERE = "left, closed or disabled in the middle"
     COMPILED = "a compiled part"
+    NATIVE_CODE = "an op or a function in C++"
 
 
 class Moment(enum.Enum):
@@ -129,6 +130,11 @@ TERMS: Mapping[Fault, Terms] = MappingProxyType(
         Fault.SEVERAL_BACKWARDS: Terms(_MADE),
         Fault.LEFT_ELSEWHERE: Terms(),
         Fault.COMPILED: Terms(_MADE),
+        Fault.NATIVE_CODE: Terms(
+            loud=_LOUD,
+            why_loud="a function in C++ stores to memory that no schema names",
+            needs_evidence=True,
+        ),
     }
 )
 """What each fault may cost."""

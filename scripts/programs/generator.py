@@ -19,7 +19,11 @@ from scripts.programs.fillers import FILLERS, evaluate_between_steps, fill
 from scripts.programs.program import ATTACK_PHASES, Kind, Phase, Program
 from scripts.programs.settings import Settings, random_settings
 
-ONLY_IN = {Fault.COLLECTIVE: Family.TWO_PROCESS, Fault.COMPILED: Family.COMPILED}
+ONLY_IN = {
+    Fault.COLLECTIVE: Family.TWO_PROCESS,
+    Fault.COMPILED: Family.COMPILED,
+    Fault.NATIVE_CODE: Family.COMPILED,
+}
 """Faults that only one family has."""
 
 NOT_WITH_INTERRUPTS = frozenset(Fault) - {

@@ -813,3 +813,56 @@ def compiled(function, backend):
         torch._dynamo.config.recompile_limit = 64
         known[function, backend] = torch.compile(function, backend=backend, dynamic=False)
     return known[function, backend]
+
+
+# ------------------------------------------------------------------------------------ C++
+
+
+@_part
+def native():
+    """Ops and functions in C++, built once on a machine; the ops are torch.ops.stress_programs_native."""
+    if not hasattr(native, "module"):
+        from torch.utils import cpp_extension
+
+        source = """
+            // By the dispatcher an op of its own; what is inside of it nobody sees.
+            at::Tensor scaled(const at::Tensor& x, double factor) {
+              auto y = at::empty(x.sizes(), x.options());
+              auto in = x.contiguous();
+              for (int64_t i = 0; i < x.numel(); ++i) {
+                y.data_ptr<float>()[i] = in.data_ptr<float>()[i] * static_cast<float>(factor);
+              }
+              return y;
+            }
+            // Torch sees a tensor of zeros being made, and not what is then written to it.
+            at::Tensor filled(const at::Tensor& x) {
+              auto y = at::zeros_like(x, at::MemoryFormat::Contiguous);
+              auto in = x.contiguous();
+              for (int64_t i = 0; i < x.numel(); ++i) {
+                y.data_ptr<float>()[i] = in.data_ptr<float>()[i] * 0.5f + 0.25f;
+              }
+              return y;
+            }
+            void scale_named_(at::Tensor x, double factor) { x.mul_(factor); }
+            void scale_unnamed(const at::Tensor& x, double factor) {
+              for (int64_t i = 0; i < x.numel(); ++i) {
+                x.data_ptr<float>()[i] *= static_cast<float>(factor);
+              }
+            }
+            TORCH_LIBRARY(stress_programs_native, m) {
+              m.def("scaled(Tensor x, float factor) -> Tensor");
+              m.def("filled(Tensor x) -> Tensor", filled);
+              m.def("scale_named_(Tensor(a!) x, float factor) -> ()");
+              m.def("scale_unnamed(Tensor x, float factor) -> ()");
+            }
+            TORCH_LIBRARY_IMPL(stress_programs_native, CPU, m) {
+              m.impl("scaled", scaled);
+              m.impl("scale_named_", scale_named_);
+              m.impl("scale_unnamed", scale_unnamed);
+            }
+        """
+        native.module = cpp_extension.load_inline(
+            "stress_programs_native", source, functions=["filled", "scale_unnamed"]
+        )
+        native.ops = torch.ops.stress_programs_native
+    return native

@@ -1,4 +1,4 @@
-"""Attacks by compiled parts, which read and write memory past the dispatcher."""
+"""Attacks by compiled parts and by C++, which read and write memory past the dispatcher."""
 
 from __future__ import annotations
 
@@ -65,4 +65,43 @@ def compiled(b: Builder, aim: Aim) -> Iterator[None]:
     yield from writing(b, aim, memory, strike, visible=True)
 
 
-ATTACKS: dict[Fault, Attacker] = {Fault.COMPILED: compiled}
+NATIVE_MADE = (
+    "native().ops.scaled({0}.detach(), 0.7) * {1}",
+    "native().ops.filled({0}.detach()) * {1}",
+    "native().ops.filled({0}.detach()) + {1}",
+    "native().module.filled({0}.detach()) * {1}",
+    "native().module.filled({0}.detach()) + {1}",
+)
+"""Of a square and a leaf."""
+
+NATIVE_WRITES = (
+    "native().ops.scale_named_({0}, 0.7)",
+    "native().ops.scale_unnamed({0}, 0.7)",
+    "native().module.scale_unnamed({0}, 0.7)",
+)
+
+
+def native_code(b: Builder, aim: Aim) -> Iterator[None]:
+    """Ops in C++, and functions in C++ that write to memory by themselves."""
+    if b.chance(0.5):
+
+        def make(leaf: str) -> str:
+            x = b.make("{0}.tanh()", leaf, prefix="x")
+            y = b.fresh("y")
+            code = "{o} = " + b.pick(NATIVE_MADE)
+            b.emit(Kind.MAKE, code, x, leaf, out=(y,), attack=b.moment(aim.fault, y))
+            return b.make(b.pick(USES), y)
+
+        yield from making(b, aim, make)
+        return
+
+    def strike(m: str) -> None:
+        b.strike(Kind.WRITE, b.pick(NATIVE_WRITES), m, fault=aim.fault, on=(m,))
+
+    def memory() -> str:
+        return b.make(b.pick(MEMORY), b.any_square(), prefix="m")
+
+    yield from writing(b, aim, memory, strike, visible=True)
+
+
+ATTACKS: dict[Fault, Attacker] = {Fault.COMPILED: compiled, Fault.NATIVE_CODE: native_code}
