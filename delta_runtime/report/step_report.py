@@ -6,14 +6,18 @@ Counts come from the extension; peaks are the allocator's own. Rendering is rich
 from __future__ import annotations
 
 import io
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+_before = random.getstate()
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
 
-from delta_runtime.core.units import format_bytes, format_seconds
+random.setstate(_before)  # rich draws while it is imported; the program's numbers are its own
+
+from delta_runtime.core.units import format_bytes, format_seconds  # noqa: E402
 
 _REASONS = {
     "source": "inputs, parameters, buffers",

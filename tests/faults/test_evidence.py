@@ -1,4 +1,4 @@
-"""With the mend of a class of faults switched off, evidence alone tells of it: loud in the first two steps, never silent.
+"""With the mend of a fault switched off, evidence alone tells of it: loud in the first two steps, never silent.
 
 Classes that make no value come out different are not here: a version counter of an unpacked tensor, the thread that an
 op runs on, and the generators of Python and numpy are guarded by their own tests.
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import delta_runtime as delta
 from delta_runtime import _C
-from tests.faults.harness import N, Loud, Same, Step, leaf, outcome, taken
+from tests.faults.harness import Loud, N, Same, Step, leaf, outcome, taken
 from tests.faults.test_subclass_operands import ScaledWeight
 from tests.support.fixtures import one_thread  # noqa: F401
 
