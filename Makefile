@@ -4,6 +4,7 @@
 #   PYTHON=python3.12   the interpreter that .venv is made from (3.10 or newer)
 #   TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 #                       what `pip install` gets for torch, here the CPU build from PyTorch's own index
+#   WORKERS=2           processes that share the tests; 0 runs them in one
 #   PYTEST_ARGS=...     more arguments for pytest, for instance PYTEST_ARGS="tests/core -x"
 #   DEMO_ARGS=...       arguments for scripts/demo.py
 
@@ -12,6 +13,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 PYTEST_ARGS ?=
+WORKERS ?= 2
 DEMO_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -40,7 +42,7 @@ demo: $(VENV)/.stamp-demo
 	$(BIN)/python scripts/demo.py $(DEMO_ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -q -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m "not slow" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff format --check .

@@ -2,16 +2,14 @@
 //
 // Note: trust by evidence
 //  1. Where an op comes from proves nothing: flags, modes, other threads and writes past the
-//  dispatcher
-//     have all made plain ops come out different. So the bytes of a value are hashed when it goes
-//     and compared when it is back: in the first steps of each sequence of ops always, then by a
-//     seeded sample that takes each value once in `kMostStepsBetween` steps.
+//     dispatcher have all made plain ops come out different. So the bytes of a value are hashed
+//     when it goes and compared when it is back: always in the first steps of each sequence of ops,
+//     then in a seeded sample that takes each value once in `kMostStepsBetween` steps.
 //  2. What an op that is not PyTorch's own stands behind is compared each time.
 //  3. What differs is never used. A copy that differs is as good as none: the recipe is run. A
 //  recipe
 //     that differs raises; its ops are not run again from then on, and nothing is recomputed from
-//     what it read. From then on no op is certain: each is compared while the original is still
-//     there.
+//     what it read. From then on no op is certain: each is compared while the original is there.
 //  4. Bytes are hashed on the CPU only. An accelerator's are compared when an op is audited.
 #include <sstream>
 
@@ -125,14 +123,13 @@ std::string mismatch_text(const Page& page, const std::vector<c10::intrusive_ptr
     text << (shown > 1 ? ", " : " ") << op->info->name;
   }
   text << ". It is not used, and gradients of this backward are incomplete; weights and optimizer "
-          "state "
-          "are as they were. Likely causes: code that PyTorch does not see wrote to a tensor "
-          "(numpy, "
-          "ctypes, a C++ extension, a kernel of your own: tell it with "
-          "delta_runtime.mark_written); an "
-          "op of your own does not repeat; a thread changed a tensor or a flag. From now on these "
-          "ops are "
-          "not run again and their results are kept or swapped: the next step works.";
+          "state are as they were. Likely causes: code that PyTorch does not see wrote to a tensor "
+          "(numpy, ctypes, a C++ extension, a kernel of your own: tell it with "
+          "delta_runtime.mark_written); an op of your own does not repeat; a thread changed a "
+          "tensor "
+          "or a flag. From now on these ops are not run again and their results are kept or "
+          "swapped: "
+          "the next step works.";
   return text.str();
 }
 

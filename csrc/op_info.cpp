@@ -42,6 +42,17 @@ const std::unordered_map<std::string, SideWrites>& side_writes() {
   return table;
 }
 
+// Ops that write an argument and do not say so in their schema: name without overload -> argument.
+// What a recurrent layer's forward left for its backward is that backward's scratch memory.
+const std::unordered_map<std::string, std::string>& unlisted_writes() {
+  static const std::unordered_map<std::string, std::string> table = {
+      {"aten::mkldnn_rnn_layer_backward", "workspace"},
+      {"aten::_cudnn_rnn_backward", "reserve"},
+      {"aten::miopen_rnn_backward", "reserve"},
+  };
+  return table;
+}
+
 // In-place ops that overwrite all of their first argument.
 const std::unordered_set<std::string>& overwriting_ops() {
   static const std::unordered_set<std::string> names = {
@@ -202,6 +213,13 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& handle) {
   }
   if (overwriting_ops().count(name) && !info->writes.empty() && info->writes[0] != Write::No) {
     info->writes[0] = Write::Overwrite;
+  }
+  auto unlisted = unlisted_writes().find(name);
+  if (unlisted != unlisted_writes().end()) {
+    const auto i = schema.argumentIndexWithName(unlisted->second);
+    if (i) {
+      info->writes[*i] = Write::InPlace;
+    }
   }
   auto side = side_writes().find(name);
   if (side != side_writes().end()) {

@@ -395,8 +395,8 @@ struct Session : c10::intrusive_ptr_target {
   ReturnOrder return_order(Page& page) const;
   c10::Storage bring_back(Page& page);
   bool begin_swap_in(Page& page, bool prefetch);
-  void finish_swap_in(Page& page);  // under the lock
-  void fail_swap_in(Page& page);    // under the lock
+  void finish_swap_in(Page& page);              // under the lock
+  void fail_swap_in(Page& page, bool differs);  // under the lock
   Lane& lane_in_of(const Page& page) const;
   double seconds_in_for(int64_t bytes) const;  // from the nearest tier; 0: not known yet
   void end_transfer(Transfer& transfer);       // under the lock

@@ -336,12 +336,12 @@ bool Session::begin_swap_in(Page& page, bool prefetch) {
 
 void Session::finish_swap_in(Page& page) {
   if (page.incoming->failed()) {
-    fail_swap_in(page);
+    fail_swap_in(page, /*differs=*/false);
     return;
   }
   if (page.incoming->done() && !is_as_it_went(page, page.strong, /*copied=*/true)) {
-    counters_.mismatches += 1;
-    fail_swap_in(page);
+    ++counters_.mismatches;
+    fail_swap_in(page, /*differs=*/true);
     return;
   }
   const double seconds = page.incoming->end_s - page.incoming->begin_s;
@@ -358,12 +358,14 @@ void Session::finish_swap_in(Page& page) {
   emit(EventKind::SwappedIn, &page, page.bytes, seconds, key_of(*page.current));
 }
 
-// The copy below could not be read: from here on the page is one that was dropped, if it has a
-// recipe that still holds.
-void Session::fail_swap_in(Page& page) {
-  ++counters_.failed_reads;
-  const int error = page.incoming->error;
-  counters_.read_error = counters_.read_error != 0 ? counters_.read_error : error;
+// The copy below could not be read, or is not what went: from here on the page is one that was
+// dropped, if it has a recipe that still holds.
+void Session::fail_swap_in(Page& page, bool differs) {
+  if (!differs) {
+    ++counters_.failed_reads;
+    const int error = page.incoming->error;
+    counters_.read_error = counters_.read_error != 0 ? counters_.read_error : error;
+  }
   page.incoming.reset();
   page.prefetched = false;
   page.copy.reset();
@@ -371,7 +373,8 @@ void Session::fail_swap_in(Page& page) {
   page.strong.unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(nullptr, options_.device));
   if (page.current->anchor || !anchor_recipe(*page.current)) {
     page.residency = Residency::Lost;
-    ++counters_.lost_pages;
+    page.differs = differs;
+    counters_.lost_pages += differs ? 0 : 1;
     return;
   }
   emit(EventKind::SwappedIn, &page, page.bytes, 0, key_of(*page.current));
@@ -418,6 +421,17 @@ c10::Storage Session::bring_back(Page& page) {
       }
       if (page.tickets == 0) {
         return {};  // let go of meanwhile
+      }
+      if (page.residency == Residency::Lost && page.differs) {
+        throw RecomputeMismatchError(
+            "delta_runtime: a saved tensor of " + std::to_string(page.bytes) + " bytes, made by " +
+            (page.current->producer ? page.current->producer->info->name : std::string("?")) +
+            ", was swapped out, and what came back is not what went; it cannot be recomputed "
+            "either. It is not used, and gradients of this backward are incomplete; weights and "
+            "optimizer state are as they were. Likely cause: code that PyTorch does not see wrote "
+            "to it between the copy and the moment it was freed (numpy, ctypes, a C++ extension, a "
+            "kernel of your own: tell it with delta_runtime.mark_written), or the host's memory is "
+            "bad.");
       }
       if (page.residency == Residency::Lost) {
         throw SwapFailedError(

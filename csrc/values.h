@@ -240,6 +240,7 @@ struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   int64_t reason_step = -1;          // step in which its kept bytes were counted last
   Hash128 hash;                      // of the content that went, to compare with what comes back
   bool hashed = false;
+  bool differs = false;  // its copy came back different, and there was no recipe
 
   explicit Page(c10::weak_intrusive_ptr<c10::StorageImpl> w) : weak(std::move(w)) {}
   ~Page() override;

@@ -58,6 +58,8 @@ class StepTotals:
         out_stall_s, in_stall_s: seconds that the step waited for a lane.
         rescues, rescued_bytes: times that an allocation itself had to ask for room.
         shortfalls, shortfall_bytes: requests that could not be met, and the worst of them.
+        audits, audit_failures: ops run once more while their results were there; of these, other results.
+        comparisons, mismatches: storages that came back and were compared with what went; of these, other bytes.
         kept_bytes: bytes saved but not managed, by reason.
         exposed_bytes: most bytes of managed storages that code outside autograd held when room was needed.
         floor_bytes, floor_op: the op that needs most beside what cannot be evicted.
@@ -107,6 +109,8 @@ class StepTotals:
     shortfall_bytes: int = 0
     audits: int = 0
     audit_failures: int = 0
+    comparisons: int = 0
+    mismatches: int = 0
     clones_on_write: int = 0
     pumps: int = 0
     plan_hits: int = 0
@@ -299,6 +303,8 @@ class StepReport:
             row("no room in a tier below", lambda t: f"{t.swap_refusals:,}")
         if self.totals.failed_writes or self.totals.failed_reads:
             row("failed, writing / reading", lambda t: f"{t.failed_writes} / {t.failed_reads}")
+        if self.totals.mismatches:
+            row("came back different", lambda t: f"{t.mismatches:,} of {t.comparisons:,}")
         for tier in self.tiers:
             table.add_row(f"{tier.name}, at the most", "", tier.text())
 

@@ -47,15 +47,21 @@ def medium_precision() -> Iterator[None]:
         torch.backends.mkldnn.matmul.fp32_precision = own
 
 
+allowing_assignments = torch.backends.__allow_nonbracketed_mutation
+
+
 def in_bfloat16(what: object) -> Context:
     @contextmanager
     def context() -> Iterator[None]:
         before = what.fp32_precision  # type: ignore[attr-defined]
-        what.fp32_precision = "bf16"  # type: ignore[attr-defined]
+        # PyTorch's own test helpers, which another test may import, forbid plain assignments.
+        with allowing_assignments():
+            what.fp32_precision = "bf16"  # type: ignore[attr-defined]
         try:
             yield
         finally:
-            what.fp32_precision = before  # type: ignore[attr-defined]
+            with allowing_assignments():
+                what.fp32_precision = before  # type: ignore[attr-defined]
 
     return context
 

@@ -38,12 +38,14 @@ class Probe:
         rebuilt: values that were made again or copied back.
         dropped_bytes: bytes freed by dropping or swapping.
         packed: saved tensors seen.
+        mismatches: values that came back different.
         reasons: bytes not managed, by reason.
     """
 
     rebuilt: int = 0
     dropped_bytes: int = 0
     packed: int = 0
+    mismatches: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
 
 
@@ -102,6 +104,7 @@ def managed(mode: str, *, seed: int = 0, budget_bytes: int | None = None) -> Ite
         probe.rebuilt = totals.rebuilds + totals.swap_ins
         probe.dropped_bytes = totals.dropped_bytes + totals.swapped_out_bytes
         probe.packed = totals.packs
+        probe.mismatches = totals.mismatches
         probe.reasons = dict(totals.kept_bytes)
 
 
