@@ -168,10 +168,12 @@ def _entered(mode: str, seed: int, budget_bytes: int | None) -> Iterator[Probe]:
             "100%", device="cpu", policy="stress_drop_all", min_bytes=0, verify="always"
         )
     )
-    with runtime:
-        yield probe
-    probe.rebuilt = runtime.report().totals.rebuilds
-    runtime.close()
+    try:
+        with runtime:
+            yield probe
+    finally:
+        probe.rebuilt = runtime.report().totals.rebuilds
+        runtime.close()
 
 
 def _run(
