@@ -37,7 +37,7 @@ Program = Callable[[], Step]
 Around = Callable[[], AbstractContextManager[object]]
 
 DROPPING = ("drop_all", "random")
-EVERY_WAY = ("drop_all", "random", "swap_all", "mix")
+EVERY_WAY = ("drop_all", "random", "swap_all", "mix", "budget")
 _SEEDS = {"random": (1, 2), "mix": (1, 2)}
 
 by_dropping = pytest.mark.parametrize("mode", DROPPING)
