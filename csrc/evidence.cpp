@@ -6,10 +6,10 @@
 //     when it goes and compared when it is back: always in the first steps of each sequence of ops,
 //     then in a seeded sample that takes each value once in `kMostStepsBetween` steps.
 //  2. What an op that is not PyTorch's own stands behind is compared each time.
-//  3. What differs is never used. A copy that differs is as good as none: the recipe is run. A
-//  recipe
-//     that differs raises; its ops are not run again from then on, and nothing is recomputed from
-//     what it read. From then on no op is certain: each is compared while the original is there.
+//  3. What differs is never used. A copy that differs is as good as none: the recipe is run. Where
+//     that differs too, an error is raised; its ops are not run again from then on, and nothing is
+//     recomputed from what it read. From then on no op is certain: each is compared while the
+//     original is there.
 //  4. Bytes are hashed on the CPU only. An accelerator's are compared when an op is audited.
 #include <sstream>
 
