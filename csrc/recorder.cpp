@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 
 #include "cpu_pool.h"
 #include "observer.h"
@@ -403,10 +404,27 @@ void OpenOp::clear() {
   written.clear();
   record.reset();
   inputs.clear();
+  if (!input_set_.empty()) {
+    input_set_.clear();
+  }
   active = false;
   region = false;
   info = nullptr;
   log_index = -1;
+}
+
+bool OpenOp::reads(const Page& page) {
+  constexpr size_t few = 16;
+  if (inputs.size() <= few) {
+    return std::any_of(inputs.begin(), inputs.end(),
+                       [&](const auto& input) { return input.get() == &page; });
+  }
+  if (input_set_.empty()) {
+    for (const auto& input : inputs) {
+      input_set_.insert(input.get());
+    }
+  }
+  return input_set_.count(&page) > 0;
 }
 
 // ---------------------------------------------------------------- begin
@@ -420,6 +438,7 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
   open.clear();
   open.info = info;
   open.active = true;
+  open.exceptions = std::uncaught_exceptions();
   last_op_ = info->name.c_str();
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
   const bool taping = taping_ && (!in_backward || at::GradMode::is_enabled());
@@ -635,7 +654,8 @@ void Session::end_op(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs) 
     watermark = std::max<int64_t>(0, most - open.live_bytes);
     boundary_peak_bytes_ = std::max(boundary_peak_bytes_, most);
   }
-  const bool threw = outputs.empty() && info.n_returns > 0;
+  const bool threw =
+      std::uncaught_exceptions() > open.exceptions || (outputs.empty() && info.n_returns > 0);
   const int32_t threads = open.record ? omp_threads() : 0;  // as the op itself may have set them
   if (open.record && !open.record->draws.empty()) {
     note_draws(open);
@@ -756,10 +776,10 @@ c10::intrusive_ptr<Value> Session::new_value(OpenOp& open, bool unknown, int64_t
 
 // Written arguments: one new value per storage.
 void Session::take_written(OpenOp& open, bool unknown) {
-  for (size_t k = 0; k < open.written.size(); ++k) {
-    auto& w = open.written[k];
-    const auto same = [&](const OpenOp::Written& other) { return other.page == w.page; };
-    if (std::any_of(open.written.begin(), open.written.begin() + k, same)) {
+  ska::flat_hash_set<const Page*> seen;
+  const bool single = open.written.size() == 1;
+  for (auto& w : open.written) {
+    if (!single && !seen.insert(w.page).second) {
       continue;
     }
     Page& page = *w.page;
@@ -798,17 +818,13 @@ void Session::take_returned(OpenOp& open, bool unknown, int position, int index,
     return;
   }
   auto* storage = storage_of(t);
-  for (auto& page : open.inputs) {
-    if (page->weak._unsafe_get_target() == storage) {
-      if (version_of(t) >= 0) {  // an alias without annotation counts its own writes
-        page->take_version(t.unsafeGetTensorImpl()->version_counter());
-      }
-      return;
-    }
-  }
   auto [entry, fresh] = pages_.emplace(storage, nullptr);
-  if (!fresh) {
-    return;  // a second output over the same fresh storage
+  if (!fresh) {  // an alias of an argument, or a second output over the same fresh storage
+    Page& page = *entry->second;
+    if (version_of(t) >= 0 && open.reads(page)) {  // without annotation it counts its own writes
+      page.take_version(t.unsafeGetTensorImpl()->version_counter());
+    }
+    return;
   }
   entry->second = c10::make_intrusive<Page>(t.storage().getWeakStorageImpl());
   Page& page = *entry->second;

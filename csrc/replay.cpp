@@ -122,9 +122,8 @@ const at::Tensor element(const c10::IValue& x, int index) {
   if (index < 0) {
     return x.toTensor();
   }
-  return x.isTensorList()
-             ? x.toTensorVector()[static_cast<size_t>(index)]
-             : x.toOptionalTensorVector()[static_cast<size_t>(index)].value_or(at::Tensor());
+  const c10::IValue& found = x.toListRef()[static_cast<size_t>(index)];
+  return found.isTensor() ? found.toTensor() : at::Tensor();
 }
 
 // How an op is run again: as it ran before, or by a shortcut.
@@ -184,38 +183,51 @@ Way way_of(Session& session, const OpRecord& op, Plan& plan) {
 // Runs one op of the plan. Returns the storages of its outputs, in the order of op.outputs; a
 // shortcut (which is taken out of `way` where it does not apply) leaves those empty that it was
 // given.
-std::vector<c10::Storage> run(OpRecord& op, Plan& plan, Way& way) {
-  // Buffers for written arguments.
-  ska::flat_hash_map<Value*, c10::Storage> buffers;
-  for (auto& ref : op.inputs) {
-    if (ref.write == Write::No || buffers.count(ref.value.get())) {
-      continue;
-    }
+// Storages for what the op writes: its own where nothing else needs the old content, else copies.
+ska::flat_hash_map<Value*, c10::Storage> buffers_of(OpRecord& op, Plan& plan) {
+  struct Need {
     bool content = false;
     bool scratch = false;
     int refs = 0;
-    int64_t bytes = ref.value->bytes;
-    for (auto& other : op.inputs) {
-      if (other.value.get() == ref.value.get()) {
-        content |= other.needs_content();
-        scratch |= other.write == Write::Scratch;
-        refs += other.needs_content() ? 1 : 0;
-        bytes = std::max(bytes, other.view.storage_bytes());
-      }
-    }
-    if (!content) {
-      buffers.emplace(ref.value.get(), fresh_storage(bytes, op.device, scratch));
-      continue;
-    }
-    auto& slot = plan.slots.at(ref.value.get());
-    const bool steal = slot.ours && slot.uses == refs && slot.storage.use_count() == 1;
-    if (steal || sabotage() == Sabotage::InplaceWithoutCopy) {
-      buffers.emplace(ref.value.get(), slot.storage);
-    } else {
-      buffers.emplace(ref.value.get(), clone_storage(slot.storage));
+    int64_t bytes = 0;
+  };
+  ska::flat_hash_map<Value*, Need> needs;
+  for (auto& ref : op.inputs) {
+    if (ref.write != Write::No) {
+      needs[ref.value.get()].bytes = ref.value->bytes;
     }
   }
+  ska::flat_hash_map<Value*, c10::Storage> buffers;
+  if (needs.empty()) {
+    return buffers;
+  }
+  for (auto& ref : op.inputs) {
+    auto need = needs.find(ref.value.get());
+    if (need != needs.end()) {
+      need->second.content |= ref.needs_content();
+      need->second.scratch |= ref.write == Write::Scratch;
+      need->second.refs += ref.needs_content() ? 1 : 0;
+      need->second.bytes = std::max(need->second.bytes, ref.view.storage_bytes());
+    }
+  }
+  for (const auto& [value, need] : needs) {
+    if (!need.content) {
+      buffers.emplace(value, fresh_storage(need.bytes, op.device, need.scratch));
+      continue;
+    }
+    auto& slot = plan.slots.at(value);
+    const bool steal = slot.ours && slot.uses == need.refs && slot.storage.use_count() == 1;
+    if (steal || sabotage() == Sabotage::InplaceWithoutCopy) {
+      buffers.emplace(value, slot.storage);
+    } else {
+      buffers.emplace(value, clone_storage(slot.storage));
+    }
+  }
+  return buffers;
+}
 
+std::vector<c10::Storage> run(OpRecord& op, Plan& plan, Way& way) {
+  const auto buffers = buffers_of(op, plan);
   torch::jit::Stack stack;
   stack.reserve(op.arguments.size());
   for (const auto& x : op.arguments) {

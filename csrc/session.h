@@ -268,10 +268,15 @@ struct OpenOp {
   bool timed = false;   // its seconds count
   bool traced = false;  // they are shown
   std::chrono::steady_clock::time_point begin;
+  int exceptions = 0;  // in flight at its begin
   bool active = false;
   bool region = false;
 
+  bool reads(const Page& page);  // or writes: whether the page is among its inputs
   void clear();
+
+ private:
+  ska::flat_hash_set<const Page*> input_set_;  // of long lists, filled when it is asked for
 };
 
 struct ThreadState {

@@ -97,7 +97,8 @@ bool Session::anchor_recipe(Value& root) {
         }
       }
     }
-    if (reachable && !is_anchored(*op) && s == 0) {
+    const bool is_walked = op != nullptr && op->walk == walk;  // for another one of its outputs
+    if (reachable && !is_walked && !is_anchored(*op) && s == 0) {
       s = 1;
       bool waiting = false;
       for (auto& ref : op->inputs) {
@@ -113,19 +114,23 @@ bool Session::anchor_recipe(Value& root) {
         continue;
       }
     }
-    if (reachable && !is_anchored(*op)) {
+    if (reachable && is_walked) {
+      reachable = op->in_reach;
+    } else if (reachable && !is_anchored(*op)) {
       for (auto& ref : op->inputs) {
         if (!ref.needs_content()) {
           continue;
         }
         reachable &= state(*ref.value) == 2 || state(*ref.value) == 3;
       }
+      op->walk = walk;
+      op->in_reach = reachable;
+      if (reachable) {
+        ops.push_back(op);
+      }
     }
     if (reachable) {
       s = 2;
-      if (!is_anchored(*op)) {
-        ops.push_back(op);
-      }
     } else {
       // Not to be made again: it serves as a leaf if it is there and if holding it costs nothing
       // that would not be there anyway.
