@@ -166,6 +166,7 @@ struct OpRecord : c10::intrusive_ptr_target, Pooled<OpRecord> {
   NumericContext numbers;
   float seconds = 0;
   int64_t watermark_bytes = 0;
+  int64_t tick = 0;
   uint32_t anchored_in = 0;  // the Session::anchor_epoch_ in which its recipe was anchored last
   uint32_t thread = 0;       // that it ran on: see replay_thread.h
   c10::Device device{c10::kCPU};
