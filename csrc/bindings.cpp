@@ -177,8 +177,9 @@ py::dict counters_of(const Session& s) {
   d["plan_hits"] = c.plan_hits;
   d["plan_misses"] = c.plan_misses;
   d["exposed_bytes"] = c.exposed_bytes;
-  d["floor_bytes"] = c.floor_bytes;
-  d["floor_op"] = std::string(c.floor_op);
+  d["begin_bytes"] = c.begin_bytes;
+  d["stuck_bytes"] = c.stuck_bytes;
+  d["stuck_op"] = std::string(c.stuck_op);
   static const char* reasons[] = {"managed", "source", "small",  "device",
                                   "layout",  "opaque", "unknown"};
   py::dict kept;
@@ -405,6 +406,7 @@ void bind_session(py::module_& m) {
           "Called when many events have piled up.")
       .def("tick", [](const Session& s) { return s.tick_; })
       .def("step_begin_tick", [](const Session& s) { return s.step_begin_tick_; })
+      .def("cloned_bytes", [](const Session& s) { return s.cloned_bytes_; })
       .def("fingerprint", [](const Session& s) { return mix(s.fingerprint_, s.saves_); })
       .def("drain_events",
            [](Session& s) {

@@ -21,12 +21,14 @@ std::atomic<int64_t> g_peak{0};
 std::atomic<int64_t> g_step_peak{0};
 std::atomic<int64_t> g_window_peak{0};
 std::atomic<int64_t> g_window_rescued{0};
+std::atomic<int64_t> g_window_refused{0};
 std::atomic<int64_t> g_soft_limit{0};
 std::atomic<int64_t> g_capacity{0};
 std::atomic<int64_t> g_allocations{0};
 std::atomic<int64_t> g_rescues{0};
 std::atomic<int64_t> g_rescued_bytes{0};
 std::atomic<int64_t> g_overshoot_peak{0};
+std::atomic<int64_t> g_passed{0};
 std::atomic<int64_t> g_refused{0};
 std::atomic<RescueFn> g_rescue{nullptr};
 std::atomic<bool> g_rescue_enabled{true};
@@ -53,10 +55,14 @@ void release(void* block) {
   c10::free_cpu(block);
 }
 
+void raise_window(int64_t live) {
+  raise_to(g_window_peak, live + g_window_rescued.load(std::memory_order_relaxed));
+}
+
 void raise_peaks(int64_t live) {
   raise_to(g_peak, live);
   raise_to(g_step_peak, live);
-  raise_to(g_window_peak, live);
+  raise_window(live);
 }
 
 void limit_arena() {
@@ -139,13 +145,18 @@ class PoolAllocator final : public c10::Allocator {
   // allocate. Returns the bytes live with them.
   static int64_t reserve(int64_t bytes) {
     int64_t live = g_live.fetch_add(bytes, std::memory_order_relaxed) + bytes;
-    int64_t soft = g_soft_limit.load(std::memory_order_relaxed);
-    if (soft > 0 && live > soft) {
-      if (ask_for_room(live - soft)) {
+    const int64_t soft = g_soft_limit.load(std::memory_order_relaxed);
+    // Once it had to be passed, keeping below that again costs time and saves nothing.
+    const int64_t kept = soft > 0 && !g_soft_limit_is_hard.load(std::memory_order_relaxed)
+                             ? std::max(soft, g_passed.load(std::memory_order_relaxed))
+                             : soft;
+    if (soft > 0 && live > kept) {
+      if (ask_for_room(live - kept)) {
         live = g_live.load(std::memory_order_relaxed);
       }
       if (live > soft) {
         raise_to(g_overshoot_peak, live - soft);
+        raise_to(g_passed, live);
       }
     }
     int64_t capacity = g_capacity.load(std::memory_order_relaxed);
@@ -159,6 +170,8 @@ class PoolAllocator final : public c10::Allocator {
       if (live > capacity) {
         g_live.fetch_sub(bytes, std::memory_order_relaxed);
         g_refused.store(live);
+        g_window_refused.store(live);
+        raise_window(live);
         const bool strict = capacity == soft && g_soft_limit_is_hard.load();
         TORCH_CHECK_WITH(OutOfMemoryError, false,
                          strict ? "delta_runtime BudgetInfeasible (strict): the budget is used up: "
@@ -216,14 +229,17 @@ int64_t allocation_count() { return g_allocations.load(); }
 void open_window() {
   g_window_peak.store(g_live.load(std::memory_order_relaxed), std::memory_order_relaxed);
   g_window_rescued.store(0, std::memory_order_relaxed);
+  g_window_refused.store(0, std::memory_order_relaxed);
 }
+int64_t window_refused_bytes() { return g_window_refused.load(std::memory_order_relaxed); }
 int64_t window_peak_bytes() { return g_window_peak.load(std::memory_order_relaxed); }
-int64_t window_rescued_bytes() { return g_window_rescued.load(std::memory_order_relaxed); }
 
 int64_t rescue_count() { return g_rescues.load(); }
 int64_t rescued_bytes() { return g_rescued_bytes.load(); }
 int64_t take_refused_bytes() { return g_refused.exchange(0); }
 int64_t overshoot_peak_bytes() { return g_overshoot_peak.load(); }
+int64_t passed_bytes() { return g_passed.load(std::memory_order_relaxed); }
+void reset_passed() { g_passed.store(0); }
 void reset_counters() {
   g_rescues.store(0);
   g_rescued_bytes.store(0);

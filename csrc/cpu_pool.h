@@ -48,16 +48,20 @@ int64_t allocation_count();
 void reset_step_peak();
 int64_t step_peak_bytes();
 
-// The nested watermark: highest live bytes since open_window(). One window at a time, of the
-// observing thread.
+// The nested watermark: most bytes since open_window() that were live, or would have been without
+// the rescues and the capacity. One window at a time, of the observing thread.
 void open_window();
 int64_t window_peak_bytes();
-int64_t window_rescued_bytes();
+int64_t window_refused_bytes();  // what the last one that was refused would have made live
 
 int64_t rescue_count();
 int64_t rescued_bytes();
 int64_t
 take_refused_bytes();  // what the last refused allocation would have made live; 0 after it was read
+// What was live where the soft limit had to be passed, since the last reset; 0: it never was. It is
+// not asked for room below that again, unless the limit is hard.
+int64_t passed_bytes();
+void reset_passed();
 int64_t overshoot_peak_bytes();  // how far live bytes went above the soft limit at the worst
 void reset_counters();
 

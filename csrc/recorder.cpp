@@ -411,6 +411,7 @@ void OpenOp::clear() {
   region = false;
   info = nullptr;
   log_index = -1;
+  managed_input_bytes = 0;
 }
 
 bool OpenOp::reads(const Page& page) {
@@ -439,7 +440,6 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
   open.info = info;
   open.active = true;
   open.exceptions = std::uncaught_exceptions();
-  last_op_ = info->name.c_str();
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
   const bool taping = taping_ && (!in_backward || at::GradMode::is_enabled());
   if (in_backward) {
@@ -478,6 +478,7 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
   if (taping) {
     open.strangers = stranger_draws().mark();
     record = new_record(info, inputs, options_.device);
+    record->tick = tick_;
   }
 
   ToClone to_clone;
@@ -491,8 +492,11 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
     const OpFacts facts = op_facts_[open.facts];
     open.timed = logging_ || (tracing_ && options_.device.is_cpu()) || facts.seconds < 0;
     open.traced = tracing_;
+    if (!held_.empty()) {
+      note_alone();
+    }
     const int64_t need = facts.watermark_bytes >= 0 ? facts.watermark_bytes : input_bytes;
-    const bool tight = options_.budget_bytes > 0 && live_bytes() + need > options_.budget_bytes;
+    const bool tight = options_.budget_bytes > 0 && live_bytes() + need > limit_bytes();
     if (tight || !tiers_.empty() || options_.stress != Stress::None) {
       guard.unlock();
       if (!tiers_.empty()) {
@@ -537,6 +541,10 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
     open.live_bytes = now.live;
     open.peak_bytes = now.peak;
     boundary_peak_bytes_ = std::max(boundary_peak_bytes_, now.live);
+  }
+  open.managed_bytes = managed_resident_bytes_ + swapping_in_bytes_;
+  if (tick_ == step_begin_tick_ + 1) {
+    counters_.begin_bytes = open.live_bytes;
   }
   if (open.timed) {
     await_device();
@@ -619,14 +627,18 @@ void Session::log_begin(OpenOp& open, c10::ArrayRef<const c10::IValue> inputs) {
     row.fingerprint = fingerprint_;
     log_inputs(row, *open.record);
   }
+  c10::SmallVector<const Page*, 8> counted;
   for (const auto& x : inputs) {
     for_each_tensor(x, [&](const at::Tensor& t, int) {
-      Page* page = is_plain(t) ? find_page(storage_of(t)) : nullptr;
-      if (page != nullptr && page->candidate >= 0) {
+      const Page* page = is_plain(t) ? find_page(storage_of(t)) : nullptr;
+      if (page != nullptr && page->candidate >= 0 &&
+          std::find(counted.begin(), counted.end(), page) == counted.end()) {
+        counted.push_back(page);
         row.input_bytes += page->bytes;
       }
     });
   }
+  open.managed_input_bytes = row.input_bytes;
   open.log_index = static_cast<int64_t>(log_ops_.size());
   log_ops_.push_back(row);
 }
@@ -645,8 +657,7 @@ void Session::end_op(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs) 
   }
   int64_t watermark = 0;
   if (options_.device.is_cpu()) {
-    watermark = cpu_pool::window_peak_bytes() + uncounted_bytes_ - open.live_bytes +
-                cpu_pool::window_rescued_bytes();
+    watermark = cpu_pool::window_peak_bytes() + uncounted_bytes_ - open.live_bytes;
   } else {
     // What it left behind; what it needed meanwhile shows where it set a record.
     const DeviceBytes now = device_bytes(options_.device);
@@ -688,9 +699,7 @@ void Session::end_op(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs) 
     row->watermark_bytes = watermark;
     row->first_output = static_cast<int32_t>(log_outputs_.size());
   }
-  if (options_.budget_bytes > 0) {
-    learn_floor(open, watermark, threw);
-  }
+  note_stuck(open, watermark);
   if (open.record) {
     OpRecord& record = *open.record;
     record.seconds = static_cast<float>(seconds);
@@ -739,16 +748,41 @@ void Session::note_draws(OpenOp& open) {
   }
 }
 
-// The largest demand that no eviction can lessen: what the op needs beside all that is not managed.
-void Session::learn_floor(const OpenOp& open, int64_t watermark_bytes, bool threw) {
-  int64_t stuck = open.live_bytes - managed_resident_bytes_ - swapping_in_bytes_ + watermark_bytes;
-  if (threw && options_.device.is_cpu()) {
-    stuck = std::max(stuck, cpu_pool::take_refused_bytes() + uncounted_bytes_);
+// What no eviction can lessen: what the op needs beside all that is managed and that it does not
+// read. Copies that only some ways of evicting make are left out, so that no other way needs less.
+void Session::note_stuck(const OpenOp& open, int64_t watermark_bytes) {
+  int64_t stuck = open.live_bytes + watermark_bytes - open.managed_bytes + open.managed_input_bytes;
+  if (options_.device.is_cpu() && cpu_pool::window_refused_bytes() > 0) {
+    // All that could go is gone; what others hold is there for good.
+    int64_t alone = 0;
+    for (const Page* page : candidates_) {
+      alone += is_alone(*page) ? page->bytes : 0;
+    }
+    stuck = std::max(stuck, cpu_pool::window_refused_bytes() + uncounted_bytes_ - alone);
   }
-  if (stuck > counters_.floor_bytes) {
-    counters_.floor_bytes = stuck;
-    counters_.floor_op = open.info->name.c_str();
+  stuck -= cloned_bytes_;
+  if (stuck > counters_.stuck_bytes) {
+    counters_.stuck_bytes = stuck;
+    counters_.stuck_op = open.info->name.c_str();
   }
+}
+
+// Says of pages that were saved while somebody held their storage, when the last one let go.
+void Session::note_alone() {
+  size_t still_held = 0;
+  for (const int64_t id : held_) {
+    auto entry = managed_.find(id);
+    if (entry == managed_.end()) {
+      continue;
+    }
+    const Page& page = *entry->second;
+    if (page.residency != Residency::Resident || is_alone(page)) {
+      emit(EventKind::Alone, &page, page.bytes, 0, page.current->key);
+    } else {
+      held_[still_held++] = id;
+    }
+  }
+  held_.resize(still_held);
 }
 
 // The value that the open op made at this place; without a recipe where the op cannot repeat it.
@@ -881,6 +915,7 @@ Page* Session::take_saved_clone(OpenOp& open, const Ticket& ticket) {
   clone->device = record.device;
   clone->seconds = record.seconds;
   clone->watermark_bytes = bytes;
+  clone->tick = record.tick;
   auto value = c10::make_intrusive<Value>();
   value->bytes = bytes;
   value->key = next_key_++;

@@ -12,6 +12,9 @@
 //     all of that is put back afterwards, also when an op throws.
 //  4. In-place ops run on copies, unless the plan itself made the buffer and nothing else needs it.
 //  5. Room is made before each op; that only ever frees, it never starts another rebuild.
+//  6. What the plan starts from is held from its begin on, needed yet or not. Without room beside
+//     that the plan is given up: what it started from is dropped too, and all of it is made again
+//     in the order of the forward.
 #include "replay.h"
 #include "errors.h"
 
@@ -180,9 +183,6 @@ Way way_of(Session& session, const OpRecord& op, Plan& plan) {
   return way;
 }
 
-// Runs one op of the plan. Returns the storages of its outputs, in the order of op.outputs; a
-// shortcut (which is taken out of `way` where it does not apply) leaves those empty that it was
-// given.
 // Storages for what the op writes: its own where nothing else needs the old content, else copies.
 ska::flat_hash_map<Value*, c10::Storage> buffers_of(OpRecord& op, Plan& plan) {
   struct Need {
@@ -226,6 +226,9 @@ ska::flat_hash_map<Value*, c10::Storage> buffers_of(OpRecord& op, Plan& plan) {
   return buffers;
 }
 
+// Runs one op of the plan. Returns the storages of its outputs, in the order of op.outputs; a
+// shortcut (which is taken out of `way` where it does not apply) leaves those empty that it was
+// given.
 std::vector<c10::Storage> run(OpRecord& op, Plan& plan, Way& way) {
   const auto buffers = buffers_of(op, plan);
   torch::jit::Stack stack;
@@ -541,11 +544,24 @@ void install(Session& session, Page& page, const c10::Storage& storage, double s
   session.emit(EventKind::Rebuilt, &page, page.bytes, seconds, session.key_of(*page.current));
 }
 
+// There is no room for an op of the plan, and some of what it starts from could be dropped.
+struct ShortOfRoom {};
+
+// What the op will ask for beside what is there: its watermark, and copies of what it writes in
+// place.
+int64_t room_for(const OpRecord& op) {
+  int64_t bytes = op.watermark_bytes;
+  for (const auto& ref : op.inputs) {
+    bytes += ref.write == Write::InPlace ? ref.value->bytes : 0;
+  }
+  return bytes;
+}
+
 using Inspect = std::function<void(const OpRecord&, const std::vector<c10::Storage>&)>;
 
 // Runs the plan. With `installs`, values that dropped pages wait for go there as soon as they are
 // made. `inspect` sees what each op made.
-c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs,
+c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs, bool gives_up,
                      const Inspect& inspect = nullptr) {
   const auto begin = std::chrono::steady_clock::now();
   const auto stalled = [&session] {
@@ -555,8 +571,10 @@ c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs,
   const double stalled_before = stalled();
   for (auto& op : plan.ops) {
     let_signals_in();
-    if (session.options_.budget_bytes > 0) {
-      session.look_ahead(op->watermark_bytes);
+    if (session.options_.budget_bytes > 0 && session.look_ahead(room_for(*op)) > 0 && gives_up) {
+      Session::Guard guard(session);
+      session.counters_.rebuild_seconds += seconds_since(begin);
+      throw ShortOfRoom();
     }
     double seconds = 0;
     auto made = make(session, *op, plan, seconds);
@@ -631,6 +649,33 @@ void discard(Session& session, Plan& plan, c10::intrusive_ptr<Value>* root = nul
   }
 }
 
+// Lets go of a plan that was not begun, and drops what it would have started from, but for what is
+// hardly worth it. Returns whether anything went.
+bool drop_starts(Session& session, Plan& plan) {
+  constexpr int64_t small = 64;  // so many times smaller than all of it
+  std::vector<c10::intrusive_ptr<Value>> starts;
+  int64_t bytes = 0;
+  {
+    Session::Guard guard(session);
+    for (const auto& [value, slot] : plan.slots) {
+      if (slot.storage && value->home != nullptr && value->home->candidate >= 0) {
+        starts.push_back(slot.value);
+        bytes += value->bytes;
+      }
+    }
+  }
+  discard(session, plan);
+  Session::Guard guard(session);
+  bool any = false;
+  for (const auto& value : starts) {
+    Page* home = value->home;
+    any |= home != nullptr && home->tickets > 0 && home->bytes * small >= bytes &&
+           session.is_alone(*home) && session.drop_page(*home);
+  }
+  starts.clear();  // a value may die with this
+  return any;
+}
+
 using Pins = std::vector<c10::Storage>;
 
 // Brings pages back, all on their way before the first is waited for, and holds them.
@@ -651,7 +696,10 @@ c10::Storage Session::rebuild(Page& page) {
   Plan plan;
   Pins pins;
   c10::intrusive_ptr<Value> root;
-  for (bool retried = false;;) {
+  bool retried = false;       // without shortcuts
+  bool from_scratch = false;  // and with all that the plan would start from dropped too
+  bool any_dropped = true;
+  for (;;) {
     if (c10::Storage storage = bring_back(page)) {
       discard(*this, plan, &root);
       return storage;
@@ -671,10 +719,23 @@ c10::Storage Session::rebuild(Page& page) {
         pin(*this, wanted, pins);
         continue;
       }
-      execute(*this, plan, *root, /*installs=*/true);
+      if (from_scratch && any_dropped) {
+        any_dropped = drop_starts(*this, plan);
+        continue;  // with a plan that starts further back; that may go in turn
+      }
+      if (from_scratch) {
+        std::stable_sort(plan.ops.begin(), plan.ops.end(),
+                         [](const auto& a, const auto& b) { return a->tick < b->tick; });
+      }
+      const int64_t limit = limit_bytes();
+      execute(*this, plan, *root, /*installs=*/true, /*gives_up=*/!from_scratch && !hopeless_);
+      hopeless_ |= from_scratch && limit_bytes() > limit;
       c10::Storage result = plan.slots.at(root.get()).storage;
       discard(*this, plan, &root);
       return result;
+    } catch (const ShortOfRoom&) {
+      discard(*this, plan);
+      from_scratch = true;
     } catch (const Different& different) {
       Guard guard(*this);
       ++counters_.mismatches;
@@ -765,7 +826,8 @@ bool Session::audit(Page& page) {
       discard(*this, plan);
       pin(*this, wanted, pins);
     }
-    equal = same_bytes(execute(*this, plan, *root, /*installs=*/false, inspect), kept);
+    equal = same_bytes(execute(*this, plan, *root, /*installs=*/false, /*gives_up=*/false, inspect),
+                       kept);
     ran = true;
   } catch (const std::exception&) {
     equal = false;

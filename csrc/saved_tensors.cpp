@@ -178,6 +178,9 @@ void Session::resolve(Ticket& ticket, Page* page) {
       }
     }
     add_candidate(*page);
+    if (logging_) {
+      held_.push_back(page->id);
+    }
     if (!tiers_.empty()) {
       to_write_.push_back(page->id);
     }

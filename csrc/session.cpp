@@ -115,6 +115,7 @@ void Session::enter() {
   watch_threads();
   if (options_.device.is_cpu()) {
     cpu_pool::set_rescue(&rescue);
+    cpu_pool::reset_passed();
     set_budget(options_.budget_bytes);
   }
 }
@@ -168,6 +169,12 @@ void Session::begin_step() {
   sequence_ = 0;
   packs_before_step_ = counters_.packs;
   saves_ = 0;
+  held_.clear();
+  cloned_bytes_ = 0;
+  hopeless_ = false;
+  cpu_pool::reset_passed();
+  counters_.stuck_bytes = 0;
+  counters_.stuck_op = "";
   phase_ = Phase::Forward;
   graph_gone_ = false;
   backwards_ = 0;
@@ -517,6 +524,7 @@ void Session::clone_sources(const ToClone& sources) {
     }
     value->versions.clear();
     ++counters_.clones_on_write;
+    cloned_bytes_ += value->bytes;
   }
 }
 
@@ -658,6 +666,12 @@ int64_t Session::live_bytes() const {
     return cpu_pool::live_bytes() + uncounted_bytes_;
   }
   return device_bytes(options_.device).live;
+}
+
+int64_t Session::limit_bytes() const {
+  const int64_t passed =
+      options_.device.is_cpu() ? cpu_pool::passed_bytes() + uncounted_bytes_ : boundary_peak_bytes_;
+  return std::max(options_.budget_bytes, passed);
 }
 
 DeviceBytes device_bytes(c10::Device device) {

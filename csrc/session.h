@@ -48,6 +48,7 @@ enum class EventKind : int32_t {
   Rescue = 10,
   Overshoot = 11,
   Replayed = 12,
+  Alone = 13,
 };
 
 struct Event {
@@ -184,8 +185,9 @@ struct Counters {
   int64_t plan_misses = 0;
   int64_t kept_bytes[static_cast<int>(KeptReason::Count)] = {};
   int64_t exposed_bytes = 0;  // the most that was asked for and could not be freed, in one request
-  int64_t floor_bytes = 0;    // the most that nothing could be evicted from
-  const char* floor_op = "";
+  int64_t begin_bytes = 0;    // live at the first op of this step
+  int64_t stuck_bytes = 0;    // the most of this step that nothing could be evicted from
+  const char* stuck_op = "";
 };
 
 // Ops behind a value, without gradients, since something that autograd saved. A longer recipe is
@@ -260,7 +262,9 @@ struct OpenOp {
   c10::SmallVector<Written, 2> written;
   std::vector<Ticket*> pending;
   int64_t live_bytes = 0;
-  int64_t peak_bytes = 0;  // of an accelerator's allocator, ever
+  int64_t peak_bytes = 0;           // of an accelerator's allocator, ever
+  int64_t managed_bytes = 0;        // of all pages that are resident at its begin
+  int64_t managed_input_bytes = 0;  // of those that it reads; 0 while nothing is logged
   int64_t log_index = -1;
   int32_t depth = 0;  // of what it makes
   StrangerDraws::Mark strangers;
@@ -356,7 +360,8 @@ struct Session : c10::intrusive_ptr_target {
   LoggedOp new_row(const OpInfo& info);
   void log_inputs(LoggedOp& row, const OpRecord& record);
   void log_begin(OpenOp& open, c10::ArrayRef<const c10::IValue> inputs);
-  void learn_floor(const OpenOp& open, int64_t watermark_bytes, bool threw);
+  void note_stuck(const OpenOp& open, int64_t watermark_bytes);
+  void note_alone();  // under the lock
   c10::intrusive_ptr<Value> new_value(OpenOp& open, bool unknown, int64_t bytes, bool is_argument,
                                       int position, int index);
   void take_written(OpenOp& open, bool unknown);
@@ -375,10 +380,10 @@ struct Session : c10::intrusive_ptr_target {
   int64_t make_room(int64_t bytes, bool inside_allocation);
   int64_t evict(int64_t bytes, int64_t before, bool inside_allocation,
                 std::vector<TransferPtr>& coming);  // under the lock
-  void look_ahead(int64_t need_bytes);
-  bool drop_page(Page& page);     // under the lock
-  void note_dropped(Page& page);  // under the lock: its bytes go now
-  bool anchor_recipe(Value& v);   // under the lock
+  int64_t look_ahead(int64_t need_bytes);           // returns what is missing
+  bool drop_page(Page& page);                       // under the lock
+  void note_dropped(Page& page);                    // under the lock: its bytes go now
+  bool anchor_recipe(Value& v);                     // under the lock
   bool is_certain(const OpRecord& op) const;
   bool can_be_leaf(const Value& v) const;  // under the lock
   void stress_boundary();
@@ -477,7 +482,8 @@ struct Session : c10::intrusive_ptr_target {
   int64_t distance_of(Page& page) const;
   void count_kept(const at::Tensor& t, Page* page, KeptReason reason);
   int64_t live_bytes() const;
-  void await_device() const;  // so that the clock shows what an accelerator took
+  int64_t limit_bytes() const;  // what is kept to: the budget, or what had to be passed already
+  void await_device() const;    // so that the clock shows what an accelerator took
 
   SessionOptions options_;
   SpinLock mutex_;
@@ -509,7 +515,9 @@ struct Session : c10::intrusive_ptr_target {
   bool graph_gone_ =
       false;               // a backward of this step let its graph go: that step is over behind it
   int32_t backwards_ = 0;  // of this step, that kept theirs
-  const char* last_op_ = "";  // the op that runs, or ran last
+  std::vector<int64_t> held_;  // pages saved in a logged step while somebody held them, by id
+  bool hopeless_ = false;      // in this step even a rebuild from scratch had to pass the budget
+  int64_t cloned_bytes_ = 0;   // of sources that were copied in this step before they were written
 
   std::vector<OpFacts> op_facts_;
   ska::flat_hash_map<uint64_t, size_t> facts_of_;  // index into op_facts_ by signature

@@ -166,8 +166,9 @@ struct OpRecord : c10::intrusive_ptr_target, Pooled<OpRecord> {
   NumericContext numbers;
   float seconds = 0;
   int64_t watermark_bytes = 0;
-  uint64_t walk = 0;  // the last Session::walk_ that came by its inputs, and whether all of them
-  bool in_reach = false;     // were there or could be made
+  int64_t tick = 0;          // of the session, when the op ran
+  uint64_t walk = 0;         // the last Session::walk_ that came by its inputs
+  bool in_reach = false;     // whether all of them were there then, or could be made
   uint32_t anchored_in = 0;  // the Session::anchor_epoch_ in which its recipe was anchored last
   uint32_t thread = 0;       // that it ran on: see replay_thread.h
   c10::Device device{c10::kCPU};

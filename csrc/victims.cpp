@@ -314,6 +314,12 @@ int64_t Session::make_room(int64_t bytes, bool inside_allocation) {
     }
     (first.out ? counters_.out_stall_seconds : counters_.in_stall_seconds) += waited_s;
   }
+  if (freed < bytes && !inside_allocation && has_anchors_ && phase_ == Phase::Backward) {
+    guard.unlock();
+    forget_past();  // sources may be held for values that backward is done with
+    guard.lock();
+    freed = before - live_bytes();
+  }
   if (inside_allocation) {
     ++counters_.rescues;
     counters_.rescued_bytes += freed;
@@ -327,12 +333,6 @@ int64_t Session::make_room(int64_t bytes, bool inside_allocation) {
       exposed += is_alone(*page) ? 0 : page->bytes;
     }
     counters_.exposed_bytes = std::max(counters_.exposed_bytes, exposed);
-    // What could be evicted is gone: this much more budget would have been enough.
-    const int64_t enough = options_.budget_bytes + bytes - freed;
-    if (options_.budget_bytes > 0 && enough > counters_.floor_bytes) {
-      counters_.floor_bytes = enough;
-      counters_.floor_op = last_op_;
-    }
     emit(EventKind::Overshoot, nullptr, bytes - freed, 0);
   }
   return freed;
@@ -405,7 +405,7 @@ int64_t Session::evict(int64_t bytes, int64_t before, bool inside_allocation,
 }
 
 // At an op boundary: makes room for `need_bytes` under the budget. Python may decide first.
-void Session::look_ahead(int64_t need_bytes) {
+int64_t Session::look_ahead(int64_t need_bytes) {
   constexpr int64_t slack = 64 * 1024;  // allocator rounding of a handful of blocks
   const bool planned = plan_ != nullptr;
   if (pump_ && !planned && !pumping_ && !thread_trash().locked &&
@@ -416,10 +416,11 @@ void Session::look_ahead(int64_t need_bytes) {
     pump_(need_bytes);
     pumping_ = false;
   }
-  const int64_t room = live_bytes() + need_bytes + slack - options_.budget_bytes;
-  if (room > 0) {
-    make_room(room, /*inside_allocation=*/false);
+  const int64_t room = live_bytes() + need_bytes + slack - limit_bytes();
+  if (room <= 0) {
+    return 0;
   }
+  return std::max<int64_t>(0, room - slack - make_room(room, /*inside_allocation=*/false));
 }
 
 void Session::stress_boundary() {

@@ -21,6 +21,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -43,9 +44,11 @@ from delta_runtime.core.graph import StepGraph
 from delta_runtime.core.interrupts import Interrupted
 from delta_runtime.core.model import Distance, PublishQueue, Residency
 from delta_runtime.core.units import BudgetSpec, BytesSpec, format_bytes
+from delta_runtime.decide.bounds import Bounds
 from delta_runtime.decide.director import Links
-from delta_runtime.decide.known_steps import KnownSteps
+from delta_runtime.decide.known_steps import KnownSteps, StepCost
 from delta_runtime.decide.ledger import Ledger, LedgerError
+from delta_runtime.decide.planning_time import PlanningTime
 from delta_runtime.decide.policies import Policy, Stress, get_policy
 from delta_runtime.device import resolve_budget, resolve_device
 from delta_runtime.extension import _C, shielded
@@ -192,7 +195,10 @@ class Runtime:
             else Distance.NONE
         )
         self._session.set_distance(_DISTANCE[self._distance])
+        self._planning = PlanningTime()
         self._known = self._new_known()
+        self._kept_bytes = self.budget_bytes
+        self._step_begin_s = 0.0
         self._logged = False
         self._step_events: list[Any] = []
         self._last: StepTotals | None = None
@@ -203,6 +209,7 @@ class Runtime:
         self._in_step = False
         self._closed = False
         self._warned_over = False
+        self._steps_over = 0
         self._warned_failed: set[str] = set()
         self._attached = False
         self._thread = threading.current_thread()  # that entered it last
@@ -211,8 +218,13 @@ class Runtime:
         self._session.set_tracing(self._trace is not None)
 
     def _new_known(self) -> KnownSteps:
-        drops = Residency.DROPPED in self.policy.evicts_to
-        return KnownSteps(plans=self.policy.plans, drops=drops, swaps=self._swaps)
+        return KnownSteps(
+            plans=self.policy.plans,
+            drops=Residency.DROPPED in self.policy.evicts_to,
+            swaps=self._swaps,
+            yields=bool(self.policy.evicts_to) and self._pumps and not self.config.strict,
+            planning=self._planning,
+        )
 
     # ------------------------------------------------------------------ entering and leaving
 
@@ -464,6 +476,7 @@ class Runtime:
         self._logged = self._known.wants_log(missed=missed, went_on=went_on)
         self._session.set_logging(self._logged)
         self._session.begin_step()
+        self._step_begin_s = time.perf_counter()
         if self.device.type == "cpu":
             _C.cpu_pool.reset_step_peak()
 
@@ -477,6 +490,8 @@ class Runtime:
         if counters["packs"] == self._mark.packs:
             return
         self._session.end_step()
+        seconds = time.perf_counter() - self._step_begin_s
+        self._planning.trained(seconds)
         self._drain()
         step_peak_bytes = (
             _C.cpu_pool.step_peak_bytes() + counters["uncounted_bytes"]
@@ -489,14 +504,18 @@ class Runtime:
         self._last = now.since(self._mark)
         self._mark = now
         self._totals = replace(now, peak_bytes=max(self._totals.peak_bytes, step_peak_bytes))
+        before_s = self._planning.spent_s
         try:
             if whole:
-                self._learn()
+                with self._planning.planning():
+                    self._learn(seconds)
         except Interrupted:
             self._known = self._new_known()  # what is left of it is half of a plan
         except Exception:
             # Foresight only makes steps faster; without it the filter decides online.
             logger.exception("delta_runtime: no plan could be made for this step")
+        self._last = replace(self._last, planning_s=self._planning.spent_s - before_s)
+        self._totals = replace(self._totals, planning_s=self._planning.spent_s)
         self._warn_if_over(step_peak_bytes)
         self._warn_if_failed()
         if self._trace is not None:
@@ -505,21 +524,38 @@ class Runtime:
         if self.config.report == "step":
             logger.info("%s", self.report().one_line())
 
-    def _learn(self) -> None:
-        """Takes the logged step in, and gives the extension the plans that come of it."""
+    def _learn(self, seconds: float) -> None:
+        """Takes the step in, with its record if there is one, and tells the extension what comes of it."""
+        last = self._last
+        assert last is not None
+        self._known.saw(
+            StepCost(
+                fingerprint=int(self._session.fingerprint()),
+                ops=last.ops,
+                begin_bytes=last.begin_bytes,
+                peak_bytes=last.peak_bytes,
+                seconds=seconds,
+                rebuild_s=last.rebuild_s if self.device.type == "cpu" else 0.0,
+                whole=last.managed_unpacks > 0,
+            )
+        )
+        changed = False
         if not self._logged and self._followed_plan():
-            assert self._last is not None
-            wait_s = self._last.out_stall_s + self._last.in_stall_s
-            if self._known.judge(self._last.rebuild_s, wait_s):
-                self._session.set_plans(self._known.tables())
-        if not self._logged or not self._step_events:
-            return
-        graph = read_step_graph(self._session, np.concatenate(self._step_events))
-        if graph is None or len(graph.saved) == 0:
-            return
-        self._graph = self._known.learn(graph, self.budget_bytes, self._links())
-        if self.policy.plans or self._distance is Distance.NEXT_USE:
+            changed = self._known.judge(last.rebuild_s, last.out_stall_s + last.in_stall_s)
+        graph = None
+        if self._logged and self._step_events:
+            graph = read_step_graph(self._session, np.concatenate(self._step_events))
+        if graph is not None and len(graph.saved) > 0:
+            self._graph = self._known.learn(graph, self.budget_bytes, self._links())
+            changed = self.policy.plans or self._distance is Distance.NEXT_USE
+        elif not self._logged:
+            changed |= self._known.tend(self.budget_bytes, self._links())
+        if changed:
             self._session.set_plans(self._known.tables())
+        kept_bytes = self._known.kept_bytes(self.budget_bytes)
+        if kept_bytes != self._kept_bytes:
+            self._kept_bytes = kept_bytes
+            self._session.set_budget(kept_bytes)
 
     def _followed_plan(self) -> bool:
         """Whether the last step was the recorded one, backward included, and its seconds were seen.
@@ -539,17 +575,36 @@ class Runtime:
     def _warn_if_over(self, peak_bytes: int) -> None:
         if not self.policy.evicts_to or peak_bytes <= self.budget_bytes:
             return
-        if not self._warned_over:
+        if self._warned_over:
+            return
+        bounds = self._bounds()
+        self._steps_over += 1
+        if bounds.least_bytes or self._steps_over > 1:
             self._warned_over = True
-            last = self._last
+            numbers = [f"The lower bound of any budget is {format_bytes(bounds.lower_bytes)}"]
+            numbers += [f" ({bounds.lower_op})"] if bounds.lower_op else []
+            if bounds.least_bytes:
+                numbers += [f", the least budget is about {format_bytes(bounds.least_bytes)}"]
+            if self._kept_bytes > self.budget_bytes:
+                numbers += [
+                    f". It cannot be met, and {format_bytes(self._kept_bytes)} is kept to from now on: "
+                    "less would make each step half as long again"
+                ]
             warnings.warn(
                 f"delta_runtime: the budget of {format_bytes(self.budget_bytes)} was passed: peak "
-                f"{format_bytes(peak_bytes)}. The smallest budget that would do is about "
-                f"{format_bytes(last.floor_bytes if last else 0)}, set by {last.floor_op if last else '?'}. "
+                f"{format_bytes(peak_bytes)}. {''.join(numbers)}. "
                 "runtime.report() says more; strict=True makes this an error.",
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def _bounds(self) -> Bounds:
+        """Of the steps that were recorded whole; else what the last one has shown."""
+        known = self._known.bounds
+        if known is not None:
+            return known
+        last = self._last
+        return Bounds(last.stuck_bytes, last.stuck_op, 0) if last else Bounds(0, "", 0)
 
     def _warn_if_failed(self) -> None:
         totals = self._totals
@@ -580,13 +635,23 @@ class Runtime:
     def _infeasible(self) -> BudgetInfeasible:
         counters = self._session.counters()
         refused_bytes = _C.cpu_pool.take_refused_bytes() if self.device.type == "cpu" else 0
-        outside = refused_bytes > counters["floor_bytes"]
+        bounds = self._bounds()
+        if counters["stuck_bytes"] > bounds.lower_bytes:
+            bounds = Bounds(counters["stuck_bytes"], counters["stuck_op"], bounds.least_bytes)
+        details = [f"an allocation that makes {format_bytes(refused_bytes)} live"] * bool(
+            refused_bytes
+        )
+        details += [
+            f"{format_bytes(counters['exposed_bytes'])} of saved tensors are held by code outside "
+            "autograd",
+            f"{format_bytes(counters['uncounted_bytes'])} are older than the pool",
+        ]
         return BudgetInfeasible(
             self.budget_bytes,
-            max(refused_bytes, counters["floor_bytes"]),
-            "an allocation between ops" if outside else counters["floor_op"],
-            f"{format_bytes(counters['exposed_bytes'])} of saved tensors are held by code outside "
-            f"autograd; {format_bytes(counters['uncounted_bytes'])} are older than the pool",
+            bounds.lower_bytes,
+            bounds.lower_op,
+            max(bounds.least_bytes, refused_bytes) if bounds.least_bytes else 0,
+            "; ".join(details),
         )
 
     # ------------------------------------------------------------------ the pump
@@ -650,6 +715,8 @@ class Runtime:
             totals=self._totals,
             activation_bytes=self._graph.activation_bytes if self._graph else 0,
             ordinary_peak_bytes=self._graph.peak_bytes if self._graph else 0,
+            bounds=self._bounds(),
+            kept_bytes=self._kept_bytes if self._kept_bytes > self.budget_bytes else 0,
             tiers=self._tier_uses(),
         )
 

@@ -51,7 +51,7 @@ import delta_runtime as delta
 from delta_runtime import cpu_pool
 from delta_runtime.core.model import EventKind
 from delta_runtime.core.units import format_bytes, format_seconds
-from delta_runtime.decide.cover import least_peak
+from delta_runtime.decide.bounds import bounds_of
 from delta_runtime.decide.known_steps import CALIBRATION_STEPS
 from delta_runtime.decide.policies import POLICIES
 from delta_runtime.report.step_report import StepTotals
@@ -218,8 +218,13 @@ def measure(state: TrainState) -> Measured:
     train_step(state, state.batch(2), runtime)
     graph = runtime.graph()
     runtime.close()
+    bounds = bounds_of(graph)
     return Measured(
-        peak_bytes, graph.activation_bytes, state.persistent_bytes(), *least_peak(graph)
+        peak_bytes,
+        graph.activation_bytes,
+        state.persistent_bytes(),
+        bounds.lower_bytes,
+        bounds.lower_op,
     )
 
 

@@ -504,7 +504,8 @@ def test_over_the_budget_it_warns_once_and_gives_the_same_bits(ordinary):
     report = runtime.report()
     assert report.overshoot_bytes == report.totals.peak_bytes - report.budget_bytes > 0
     assert "passed by" in report.verdict()
-    assert report.last.floor_op and report.last.floor_op in report.verdict()
+    assert report.bounds.lower_op and report.bounds.lower_op in report.verdict()
+    assert report.budget_bytes < report.bounds.lower_bytes <= report.bounds.least_bytes
 
 
 def test_strict_raises_budget_infeasible_and_one_can_go_on(ordinary):
@@ -517,9 +518,9 @@ def test_strict_raises_budget_infeasible_and_one_can_go_on(ordinary):
     error = caught.value
     assert not leftovers()
     assert error.asked_bytes == budget
-    assert error.floor_bytes > budget
-    assert error.floor_op.startswith("aten::")
-    assert error.floor_op in str(error)
+    assert error.lower_bound_bytes > budget
+    assert error.lower_bound_op.startswith("aten::")
+    assert error.lower_bound_op in str(error)
     assert isinstance(error.__cause__, torch.OutOfMemoryError)
     assert_same_bits(parameters(model), before)
     runtime.close()
@@ -565,7 +566,7 @@ def test_a_report_has_the_figures_of_the_pool(ordinary):
     assert report.as_dict()["last"]["drops"] == report.last.drops
     assert report.last.dropped_bytes > 0
     table = str(report)
-    for told in ("budget", "peak (allocator)", "recompute time", "rescues", report.last.floor_op):
+    for told in ("budget", "peak (allocator)", "recompute time", "rescues", report.bounds.lower_op):
         assert told in table
     assert "Freed" in report.verdict()
 

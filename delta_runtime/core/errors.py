@@ -80,31 +80,44 @@ class BudgetInfeasible(DeltaError):
 
     Args:
         asked_bytes: the budget.
-        floor_bytes: the smallest budget that would do, as far as it is known; 0 if it is not.
-        floor_op: name of the op that sets the floor: its inputs, outputs and workspace.
+        lower_bound_bytes: no budget below that can be met, as far as the step has run; 0 if nothing
+            is known.
+        lower_bound_op: name of the op that sets it: its inputs, outputs and workspace.
+        least_budget_bytes: what is expected to hold; 0 as long as no step has run to its end.
         details: what stood in the way: pins, exposed storages, unmanaged bytes.
     """
 
     def __init__(
-        self, asked_bytes: int, floor_bytes: int, floor_op: str = "", details: str = ""
+        self,
+        asked_bytes: int,
+        lower_bound_bytes: int,
+        lower_bound_op: str = "",
+        least_budget_bytes: int = 0,
+        details: str = "",
     ) -> None:
-        floor = f"at least {format_bytes(floor_bytes)} needed" if floor_bytes else "more needed"
-        at = f" by {floor_op}" if floor_op else ""
+        told = [f"The budget of {format_bytes(asked_bytes)} cannot be met."]
+        if lower_bound_bytes > asked_bytes:
+            by = f" (by {lower_bound_op})" if lower_bound_op else ""
+            told.append(f"The lower bound of any budget is {format_bytes(lower_bound_bytes)}{by}.")
+        if least_budget_bytes:
+            told.append(f"The least budget is about {format_bytes(least_budget_bytes)}.")
         super().__init__(
-            f"The budget of {format_bytes(asked_bytes)} cannot be met: {floor}{at}.",
+            " ".join(told),
             asked=f"a budget of {format_bytes(asked_bytes)} ({asked_bytes:,} bytes)",
             found=details,
             tried="evicting every saved tensor that may be evicted",
             change=(
-                f"raise the budget to {format_bytes(floor_bytes)} ({floor_bytes:,} bytes) or more, "
-                "or make that op smaller (batch size, sequence length)"
-                if floor_bytes
-                else "raise the budget, or use a smaller batch"
+                f"raise the budget to {format_bytes(least_budget_bytes)} "
+                f"({least_budget_bytes:,} bytes) or more, or use a smaller batch"
+                if least_budget_bytes
+                else "raise the budget, or use a smaller batch; the report of one step without strict "
+                "names the least budget"
             ),
         )
         self.asked_bytes = asked_bytes
-        self.floor_bytes = floor_bytes
-        self.floor_op = floor_op
+        self.lower_bound_bytes = lower_bound_bytes
+        self.lower_bound_op = lower_bound_op
+        self.least_budget_bytes = least_budget_bytes
         self.details = details
 
 

@@ -45,10 +45,13 @@ class StepGraph:
         value_fingerprint: of the forward up to and with the op that made it.
         saved: values that autograd saved, in order of their first save.
         saved_at: tick of the first save of each of `saved`.
+        alone_at: tick from which nobody but the runtime held its storage; past the end where
+            somebody always did.
         released_at: tick at which the last ticket on it went; past the end where none did.
         use_offsets, uses: ticks at which each of `saved` was unpacked (CSR over `saved`).
         ticks: number of ticks of the step.
         persistent_bytes: live bytes at the step's first op.
+        cloned_bytes: of copies that were made because a recipe reads what was about to be written.
     """
 
     fingerprint: int
@@ -67,11 +70,13 @@ class StepGraph:
     value_fingerprint: Words
     saved: Ints
     saved_at: Ints
+    alone_at: Ints
     released_at: Ints
     use_offsets: Ints
     uses: Ints
     ticks: int
     persistent_bytes: int
+    cloned_bytes: int = 0
 
     @property
     def n_ops(self) -> int:
@@ -165,6 +170,7 @@ _COLUMN_TYPES: Mapping[str, Any] = {
     "value_fingerprint": np.uint64,
     "saved": np.int64,
     "saved_at": np.int64,
+    "alone_at": np.int64,
     "released_at": np.int64,
     "use_offsets": np.int64,
     "uses": np.int64,

@@ -69,6 +69,9 @@ class EventKind(enum.IntEnum):
     REPLAYED = 12
     """An op ran again for a rebuild; `key` of a value that it made, `seconds` as measured, `reason`
     the low 31 bits of the value's fingerprint: it may be of an earlier step."""
+    ALONE = 13
+    """Nobody but the runtime holds the storage of `page` any more: it may leave from now on. Told of
+    steps that are logged, once for each page."""
 
 
 EVENT_DTYPE = np.dtype(

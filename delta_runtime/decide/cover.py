@@ -101,7 +101,8 @@ class Cover:
         self.bytes = graph.saved_bytes.astype(np.float64)
         last_read = _last_forward_read(graph)[graph.saved]
         saved_at = np.searchsorted(graph.op_tick, graph.saved_at, side="left")
-        self.begin = np.maximum(last_read, saved_at) + 1
+        alone = np.searchsorted(graph.op_tick, graph.alone_at, side="left")
+        self.begin = np.maximum(np.maximum(last_read, saved_at) + 1, alone)
         # Rebuilt before the op that unpacks it, while the op before is just over: one op early.
         self.own_need = np.searchsorted(graph.op_tick, graph.first_use, side="right") - 1
         self.need = self.own_need.copy()
@@ -204,22 +205,3 @@ def choose(cover: Cover) -> None:
                 continue
             cover.add(page)
             added = True
-
-
-def least_peak(graph: StepGraph) -> tuple[int, str]:
-    """The peak that no choice of drops goes below, and the op that sets it.
-
-    At each op stays what is persistent, what is not saved, what the op itself asks for, and its
-    watermark. A bound: what rebuilding its inputs holds for a moment is not counted.
-
-    Returns:
-        Bytes, and the name of the op.
-    """
-    cover = Cover(graph, 0, recipes_of(graph))
-    away = np.zeros(graph.n_ops + 2)
-    pages = np.flatnonzero(cover.droppable)
-    np.add.at(away, cover.begin[pages], cover.bytes[pages])
-    np.add.at(away, cover.own_need[pages] + 1, -cover.bytes[pages])
-    need = graph.op_ordinary_bytes + graph.op_watermark_bytes - np.cumsum(away)[: graph.n_ops]
-    worst = int(np.argmax(need))
-    return int(need[worst]), graph.op_name[worst]

@@ -34,7 +34,8 @@ _PLANNED = 1e-4  # weight of a planned drop relative to an unplanned one: it goe
 _TO_MEND = 1_000_000  # units of work, for each attempt and direction; see WORK_PER_SECOND
 _TO_EXCHANGE = 1_500_000
 _TO_FIT = 500_000  # at least, to look for a choice that fits where the first one does not
-_MOST_EFFORT = 8_000_000
+MOST_EFFORT = 8_000_000
+"""Units of work of the longest search."""
 _MOST_IN_VAIN = 40  # attempts in a row that found nothing better
 _SLACK = 1.1  # a choice that takes so much longer than the best before `mend` ends is given up
 
@@ -71,6 +72,7 @@ def foresee(
     effort: float = 0.0,
     drops: bool = True,
     links: Links | None = None,
+    most_work: float = float("inf"),
 ) -> Foresight:
     """Choose what to drop and what to swap in the next step that is like `graph`.
 
@@ -83,6 +85,7 @@ def foresee(
         drops: whether anything may be dropped.
         links: speed of the lanes, where anything may be swapped. As long as it is not known,
             nothing is.
+        most_work: of each attempt, and of looking further, in units of WORK_PER_SECOND.
 
     Returns:
         Weights for every value of the step.
@@ -100,7 +103,8 @@ def foresee(
         cover = Cover(graph, budget_bytes, recipes, kept)
         choose(cover)
         rehearsal.work += cover.work
-        return mend(rehearsal, cover, none, most_work=_TO_MEND, most_seconds=most_seconds)
+        most = int(min(_TO_MEND, most_work))
+        return mend(rehearsal, cover, none, most_work=most, most_seconds=most_seconds)
 
     first = attempt(frozenset())
     assert first is not None  # nothing was asked of its seconds
@@ -108,7 +112,7 @@ def foresee(
     work = int(effort * first.outcome.seconds * WORK_PER_SECOND)
     if first.outcome.area > 0:
         work = max(work, _TO_FIT)
-    last = rehearsal.work + min(work, _MOST_EFFORT)
+    last = rehearsal.work + int(min(work, MOST_EFFORT, most_work))
     kept: set[int] = set()
     tried: set[int] = set()
     in_vain = 0
@@ -128,9 +132,9 @@ def foresee(
             in_vain = 0
     swaps: Choice | None = None
     if lanes is not None:
-        most_work = _TO_EXCHANGE if effort else _TO_EXCHANGE // 8
+        most = int(min(_TO_EXCHANGE if effort else _TO_EXCHANGE // 8, most_work))
         for improve in (swap_instead, swap_more, swap_instead):
-            choice = improve(rehearsal, choice, most_work=most_work)
+            choice = improve(rehearsal, choice, most_work=most)
         # Move by move, from a choice that drops, is not the only way to one that swaps it all.
         swaps = only_swaps(rehearsal, Choice(none, none, none, rehearsal.play(none, none)))
         if swaps.better_than(choice):

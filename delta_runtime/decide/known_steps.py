@@ -1,8 +1,16 @@
 """The steps that have been seen, by their graph, and the plans made from them.
 
 Covers when a step has to be logged, how several runs of one graph become one record, which of several
-plans is the best by measurement, and the plans in the form in which the extension follows them. What
-a plan says is `foresight`'s concern.
+plans is the best by measurement, when a budget is given up, and the plans in the form in which the
+extension follows them. What a plan says is `foresight`'s concern.
+
+Note: a budget that cannot be met
+  1. A whole step that passed the budget shows it, where the budget is below the least one of the
+     recorded step. Where it is not, the next step in a row that passes it does.
+  2. From then on no plan is made for the budget, and the relief of each graph is kept to: the least
+     peak that is affordable. As the memory of the device is as large as the largest of them, that one
+     is kept to in all steps.
+  3. Steps that take too long all the same, by measurement, raise it.
 """
 
 from __future__ import annotations
@@ -15,8 +23,12 @@ import numpy as np
 
 from delta_runtime.core.graph import Floats, Ints, StepGraph, Words
 from delta_runtime.core.model import Exit, ExitColumn
+from delta_runtime.decide.bounds import Bounds, bounds_of
 from delta_runtime.decide.director import Links
-from delta_runtime.decide.foresight import Foresight, foresee
+from delta_runtime.decide.foresight import MOST_EFFORT, Foresight, foresee
+from delta_runtime.decide.planning_time import PlanningTime
+from delta_runtime.decide.rehearsal import WORK_PER_SECOND
+from delta_runtime.decide.relief import MOST_MORE, MOST_WORK, Relief
 
 CALIBRATION_STEPS = 3
 """Steps of one graph whose op times are taken (the least of them counts) before its plan is final."""
@@ -38,6 +50,11 @@ MOST_GRAPHS = 16
 
 _LEAST_WAIT = 0.002  # share of a step; who waits less has a plan that is good enough
 _LONGER_WAIT = 0.01  # the same; a plan in place that comes to wait for so much longer is made again
+_LEFT_FOR_NEXT = (
+    2  # so many times as long as the last plan took there has to be, for one that is no must
+)
+_STEPS_TO_JUDGE = 5  # what is kept to: the least of each counts
+_MOVED = 0.005  # share of the peak; where as much more or less persists, the record is out of date
 _CAUTION = 0.8  # of the speed that the last plan gave the lanes, in the next one that is tried
 
 
@@ -62,11 +79,42 @@ class _Trial:
     foresight: Foresight = field(compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What a step came to.
+
+    Args:
+        fingerprint: of its forward.
+        ops: number of its ops.
+        begin_bytes: live at its first op.
+        peak_bytes: the allocator's highest live bytes.
+        seconds: of all of it.
+        rebuild_s: of recomputing; 0 where nobody's clock shows it.
+        whole: whether it had a backward, and ended.
+    """
+
+    fingerprint: int
+    ops: int
+    begin_bytes: int
+    peak_bytes: int
+    seconds: float
+    rebuild_s: float
+    whole: bool
+
+
 @dataclass
 class _Known:
     graph: StepGraph
     foresight: Foresight | None = None
     runs: int = 1
+    ops: int = 0  # as they were counted
+    record: StepGraph | None = None  # of the last run alone
+    bounds: Bounds | None = None  # of that, once somebody asked
+    seen_bytes: int = 0  # its peak
+    searched: bool = False  # `foresight` is the final plan
+    plan_s: float = 0.0  # that it took to make it
+    relief: Relief | None = None
+    costs: list[StepCost] = field(default_factory=list)  # of the last steps that kept to its relief
     budget_bytes: int = 0  # that `foresight` was made for
     links: Links | None = None  # that it was made with
     steps: list[tuple[float, float]] = field(default_factory=list)  # of this plan: seconds, waits
@@ -85,11 +133,13 @@ class _Known:
             self.in_place = min(self.trials)
             self.foresight = self.in_place.foresight
             self.runs = max(self.runs, CALIBRATION_STEPS)
+            self.searched = True
 
     def record_again(self) -> None:
         """Have the next step logged; a plan made from the least seconds there are then is the next trial."""
         self.settled = False
         self.recorded_again = True
+        self.searched = False
         self.runs = CALIBRATION_STEPS - 1
 
     def watch(self, steps: list[tuple[float, float]]) -> None:
@@ -131,13 +181,33 @@ class KnownSteps:
     Args:
         plans: whether plans are made; else only the order of uses is told.
         drops, swaps: what plans may do with a value.
+        yields: whether a budget that cannot be met is given up.
+        planning: how long plans may take; None for as long as they like.
     """
 
-    def __init__(self, *, plans: bool, drops: bool = True, swaps: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        plans: bool,
+        drops: bool = True,
+        swaps: bool = False,
+        yields: bool = False,
+        planning: PlanningTime | None = None,
+    ) -> None:
         self._plans = plans
         self._drops = drops
         self._swaps = swaps
+        self._yields = yields
+        self._planning = planning or PlanningTime(limited=False)
         self._known: OrderedDict[tuple[int, tuple[str, ...]], _Known] = OrderedDict()
+        self._last: StepCost | None = None
+        self._passed = 0  # whole steps in a row that passed the budget
+        self._yielded = False
+        self._kept_bytes = 0  # for steps whose graph is not known
+        self._dear = 0  # of these in a row, how many took too long
+        self._out_of_date = False  # the next step is to be recorded once more
+        self._asked = 0  # times that it was; each time twice as many steps have to pass
+        self._unrecorded = 0  # steps since the last record
 
     @property
     def foresight(self) -> Foresight | None:
@@ -151,7 +221,7 @@ class KnownSteps:
             return False
         known = next(reversed(self._known.values()))
         tries = self._plans and self._drops and self._swaps
-        return known.runs >= CALIBRATION_STEPS and (known.settled or not tries)
+        return self._is_final(known) and (known.settled or not tries)
 
     def wants_log(self, *, missed: bool, went_on: bool = False) -> bool:
         """Whether the next step should be logged.
@@ -165,7 +235,33 @@ class KnownSteps:
             return True
         latest = next(reversed(self._known.values()))
         half = len(latest.graph.uses) == 0 and latest.runs < 2 * CALIBRATION_STEPS
-        return missed or (went_on and half) or latest.runs < CALIBRATION_STEPS
+        return missed or self._out_of_date or (went_on and half) or latest.runs < CALIBRATION_STEPS
+
+    @property
+    def bounds(self) -> Bounds | None:
+        """Of all whole steps that are known: the largest of each. None where there is none."""
+        found = [self._bounds_of(known) for known in self._known.values()]
+        each = [bounds for bounds in found if bounds is not None]
+        if not each:
+            return None
+        lower = max(each, key=lambda bounds: bounds.lower_bytes)
+        return replace(lower, least_bytes=max(bounds.least_bytes for bounds in each))
+
+    @property
+    def yielded(self) -> bool:
+        """Whether the budget was given up."""
+        return self._yielded
+
+    def kept_bytes(self, budget_bytes: int) -> int:
+        """What the next step is to keep to: the budget, or a higher peak where it was given up."""
+        if not self._yielded:
+            return budget_bytes
+        reliefs = [known.relief.peak_bytes for known in self._known.values() if known.relief]
+        return max(budget_bytes, self._kept_bytes, *reliefs)
+
+    def saw(self, cost: StepCost) -> None:
+        """Take in what a step came to, before its record if there is one."""
+        self._last = cost
 
     def learn(self, graph: StepGraph, budget_bytes: int, links: Links | None = None) -> StepGraph:
         """Take the record of a step in and make, or improve, its plan.
@@ -186,7 +282,12 @@ class KnownSteps:
         for other in self._known.values():  # whose seconds a step's are is no longer known
             if not other.settled and (other.trials or other.runs >= CALIBRATION_STEPS):
                 other.settle()
+        cost = self._last if self._last and self._last.fingerprint == graph.fingerprint else None
+        record = graph if len(graph.uses) else None
+        self._out_of_date = False
         if known is not None:
+            if _moved(known.graph, graph.persistent_bytes):
+                known.searched = False
             graph = replace(
                 graph,
                 op_seconds=np.minimum(known.graph.op_seconds, graph.op_seconds),
@@ -198,20 +299,156 @@ class KnownSteps:
             known = replace(known, graph=graph, runs=known.runs + 1)
         else:
             known = _Known(graph)
+        known.record, known.bounds = record, None
+        self._unrecorded = 0
+        if cost is not None:
+            known.ops, known.seen_bytes = cost.ops, cost.peak_bytes
         self._known[key] = known
         while len(self._known) > MOST_GRAPHS:
-            self._known.popitem(last=False)
-        has_final_plan = known.runs > CALIBRATION_STEPS and known.budget_bytes == budget_bytes
-        if self._plans and not has_final_plan:
-            if known.budget_bytes != budget_bytes:
-                known.trials, known.in_place, known.best = [], None, None
-            known.links = links if self._swaps else None
-            known.budget_bytes = budget_bytes
-            known.steps, known.settled = [], len(self._known) > 1
-            known.foresight = self._plan(known)
-            if known.settled:
-                known.settle()
+            _, forgotten = self._known.popitem(last=False)
+            if forgotten.relief is not None:
+                self._kept_bytes = max(self._kept_bytes, forgotten.relief.peak_bytes)
+        self._yield_if_hopeless(known, budget_bytes)
+        self._improve(known, self.kept_bytes(budget_bytes), links, recorded=True)
         return graph
+
+    def tend(self, budget_bytes: int, links: Links | None = None) -> bool:
+        """After a step that was not recorded: go on with what there was no time for.
+
+        Returns:
+            Whether the next step has another plan, or keeps to something else.
+        """
+        cost = self._last
+        known = self._of(cost) if cost is not None else None
+        plans = [each.foresight for each in self._known.values()]
+        kept_bytes = self.kept_bytes(budget_bytes)
+        if cost is not None:
+            self._yield_if_hopeless(known, budget_bytes)
+        self._unrecorded += 1
+        if cost is not None and cost.whole:
+            # Another forward, or more that persists, such as the optimizer's state.
+            moved = known is not None and _moved(known.graph, cost.begin_bytes)
+            passes = self._yielded and cost.peak_bytes > kept_bytes
+            if (moved or passes) and self._unrecorded > 2**self._asked:
+                self._asked += 1
+                self._out_of_date = True
+        if known is not None:
+            self._improve(known, self.kept_bytes(budget_bytes), links)
+        return kept_bytes != self.kept_bytes(budget_bytes) or any(
+            each.foresight is not plan
+            for each, plan in zip(self._known.values(), plans, strict=True)
+        )
+
+    def _of(self, cost: StepCost) -> _Known | None:
+        """What is known of a step that was not recorded."""
+        alike = [
+            known
+            for known in reversed(self._known.values())
+            if known.graph.fingerprint == cost.fingerprint
+        ]
+        # An optimizer's first step has other ops than the next; the forward is the same.
+        return next((known for known in alike if known.ops == cost.ops), next(iter(alike), None))
+
+    def _bounds_of(self, known: _Known) -> Bounds | None:
+        if known.bounds is None and known.record is not None:
+            with self._planning.planning():
+                bounds = bounds_of(known.record, drops=self._drops)
+            if known.seen_bytes:
+                lower_bytes = min(bounds.lower_bytes, known.seen_bytes)
+                bounds = replace(bounds, lower_bytes=lower_bytes)
+            known.bounds = bounds
+        return known.bounds
+
+    def _is_final(self, known: _Known) -> bool:
+        return known.searched if self._plans else known.runs >= CALIBRATION_STEPS
+
+    def _improve(
+        self, known: _Known, budget_bytes: int, links: Links | None, *, recorded: bool = False
+    ) -> None:
+        """Make a plan where one is due, and there is time for it."""
+        if not self._plans:
+            return
+        if known.budget_bytes != budget_bytes:
+            known.trials, known.in_place, known.best = [], None, None
+            known.searched = False
+        elif known.searched:
+            return
+        left_s = self._planning.left_s
+        final = known.runs >= CALIBRATION_STEPS
+        free = known.foresight is None and known.runs > 1
+        if final and known.foresight is not None:
+            effort_s = SEARCH_EFFORT * known.foresight.predicted_seconds
+            may = left_s >= known.plan_s + min(effort_s, MOST_EFFORT / WORK_PER_SECOND)
+        elif known.foresight is None:
+            may = free or left_s > 0
+        else:
+            may = recorded and left_s >= _LEFT_FOR_NEXT * known.plan_s
+        if not may:
+            return
+        known.links = links if self._swaps else None
+        known.budget_bytes = budget_bytes
+        known.steps, known.settled = [], len(self._known) > 1
+        before_s = self._planning.spent_s
+        with self._planning.planning(free=free):
+            known.foresight = self._plan(known)
+        known.plan_s = self._planning.spent_s - before_s
+        known.searched = final
+        if known.settled:
+            known.settle()
+
+    def _yield_if_hopeless(self, known: _Known | None, budget_bytes: int) -> None:
+        """Gives the budget up where it cannot be met, and finds what to keep to; see the Note."""
+        cost = self._last
+        if not (self._yields and cost is not None and cost.whole):
+            return
+        passes = cost.peak_bytes > budget_bytes
+        if not self._yielded:
+            self._passed = self._passed + 1 if passes else 0
+            bounds = self._bounds_of(known) if passes and known else None
+            hopeless = bounds is not None and budget_bytes < bounds.least_bytes
+            self._yielded = passes and (hopeless or self._passed > 1)
+        if not self._yielded:
+            return
+        kept_bytes = self.kept_bytes(budget_bytes)
+        if known is None:
+            dear = cost.rebuild_s > MOST_MORE * (cost.seconds - cost.rebuild_s)
+            self._dear = self._dear + 1 if dear else 0
+            if self._dear >= _STEPS_TO_JUDGE:
+                self._dear = 0
+                self._kept_bytes = kept_bytes + kept_bytes // 10
+            return
+        others = [each.relief for each in self._known.values() if each.relief is not None]
+        if known.relief is None:
+            if known.graph.peak_bytes <= kept_bytes:
+                return
+            bounds = self._bounds_of(known)
+            lower_bytes = bounds.lower_bytes if bounds else 0
+            known.relief = Relief(
+                max(kept_bytes, lower_bytes),
+                known.graph,
+                self._plan_of_relief,
+                hopeless=kept_bytes < max(lower_bytes, budget_bytes + 1),
+                share=others[-1].share if others else 0.5,
+            )
+        before = known.relief.plan
+        if not self._plans or known.budget_bytes == kept_bytes:
+            known.costs.append(cost)
+        if len(known.costs) >= _STEPS_TO_JUDGE:
+            costs, known.costs = known.costs, []
+            rebuild_s = min(each.rebuild_s for each in costs)
+            if rebuild_s > MOST_MORE * min(each.seconds - each.rebuild_s for each in costs):
+                known.relief.too_dear(known.graph, self._planning)
+        else:
+            known.relief.look(known.graph, self._planning, surely=not others)
+        if known.relief.plan is not before and self._plans:
+            known.foresight, known.costs = known.relief.plan, []
+            known.budget_bytes = self.kept_bytes(budget_bytes)
+        if known.relief.is_over:
+            known.searched = known.foresight is not None
+            known.runs = max(known.runs, CALIBRATION_STEPS)
+
+    def _plan_of_relief(self, graph: StepGraph, budget_bytes: int) -> Foresight:
+        return foresee(graph, budget_bytes, drops=self._drops, most_work=MOST_WORK)
 
     def _forget_beginnings(self, graph: StepGraph) -> None:
         """A forward alone is no step of its own once the whole of it is known."""
@@ -226,7 +463,7 @@ class KnownSteps:
         return foresee(
             known.graph,
             known.budget_bytes,
-            effort=SEARCH_EFFORT if known.runs >= CALIBRATION_STEPS else 0.0,
+            effort=SEARCH_EFFORT if known.runs >= CALIBRATION_STEPS and not self._yielded else 0.0,
             drops=self._drops,
             links=known.links,
         )
@@ -254,7 +491,7 @@ class KnownSteps:
             return False
         known = next(iter(self._known.values()))
         before = known.foresight
-        if before is None or known.runs < CALIBRATION_STEPS:
+        if before is None or not known.searched:
             return False
         known.steps.append((rebuild_s + wait_s, wait_s))
         if len(known.steps) < (known.watch_steps if known.settled else TRIAL_STEPS):
@@ -277,10 +514,12 @@ class KnownSteps:
                 out_bytes_per_s=known.links.out_bytes_per_s * _CAUTION,
                 in_bytes_per_s=known.links.in_bytes_per_s * _CAUTION,
             )
-            known.foresight = self._plan(known)
+            with self._planning.planning():
+                known.foresight = self._plan(known)
         elif waits:
             known.links = None
-            known.foresight = self._plan(known)
+            with self._planning.planning():
+                known.foresight = self._plan(known)
             if known.foresight.predicted_seconds > min(known.trials).seconds:
                 known.settle()
         else:
@@ -294,6 +533,11 @@ class KnownSteps:
             for known in reversed(self._known.values())
             if known.foresight is not None or not self._plans
         ]
+
+
+def _moved(graph: StepGraph, begin_bytes: int) -> bool:
+    """Whether so much more or less persists now that what was recorded is out of date."""
+    return abs(begin_bytes - graph.persistent_bytes) > _MOVED * graph.peak_bytes
 
 
 def _table(graph: StepGraph, foresight: Foresight | None) -> PlanTable:

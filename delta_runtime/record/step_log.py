@@ -31,6 +31,14 @@ LOGGED_OP_DTYPE = np.dtype(
 )
 LOGGED_VALUE_DTYPE = np.dtype([("key", "<i8"), ("bytes", "<i8")])
 
+_OF_A_VALUE = (
+    EventKind.PACKED,
+    EventKind.DROPPED,
+    EventKind.USED,
+    EventKind.RELEASED,
+    EventKind.ALONE,
+)  # the kinds whose key is that of what the page holds
+
 
 def drain_events(session: Any) -> Events:
     """Take the events that piled up since the last call out of the session."""
@@ -64,18 +72,24 @@ def read_step_graph(session: Any, events: Events) -> StepGraph | None:
     kinds = events["kind"]
     packed = events[(kinds == EventKind.PACKED) & (events["tick"] >= begin)]
     packed = packed[(packed["key"] >= 0) & (packed["key"] < len(values))]
+    # What was written in place after it was saved (another part of its storage) is a later value by
+    # the time it is used.
+    page, page_row = np.unique(packed["page"], return_index=True)
+    page_key = packed["key"][page_row]
+    known = events[np.isin(kinds, _OF_A_VALUE) & np.isin(events["page"], page)]
+    known = known[(known["key"] >= 0) & (known["key"] < len(values)) & (known["tick"] >= begin)]
+    page_key[np.searchsorted(page, known["page"])] = known["key"]  # the last of a page wins
+    packed_key = page_key[np.searchsorted(page, packed["page"])]
     # A value whose tickets all went and that was saved again has two pages; the first stands for both.
-    saved, first_rows = np.unique(packed["key"], return_index=True)
+    saved, first_rows = np.unique(packed_key, return_index=True)
     order = np.argsort(first_rows, kind="stable")
     saved, first_rows = saved[order], first_rows[order]
     place = np.full(len(values), -1, dtype=np.int64)
     place[saved] = np.arange(len(saved))
 
     def ticks_of(kind: EventKind) -> tuple[Any, Any]:
-        rows = events[(kinds == kind) & (events["key"] >= 0) & (events["tick"] >= begin)]
-        rows = rows[(rows["key"] < len(values)) & np.isin(rows["page"], packed["page"])]
-        rows = rows[place[rows["key"]] >= 0]
-        return place[rows["key"]], rows["tick"] - begin
+        rows = events[(kinds == kind) & (events["tick"] >= begin) & np.isin(events["page"], page)]
+        return place[page_key[np.searchsorted(page, rows["page"])]], rows["tick"] - begin
 
     value_fingerprint = ops["fingerprint"][value_op]
     replayed = events[(kinds == EventKind.REPLAYED) & (events["tick"] >= begin)]
@@ -84,6 +98,9 @@ def read_step_graph(session: Any, events: Events) -> StepGraph | None:
     np.minimum.at(replay_seconds, value_op[replayed["key"]], replayed["seconds"])
     replay_seconds[np.isinf(replay_seconds)] = np.nan
 
+    alone_at = np.full(len(saved), ticks, dtype=np.int64)
+    at, when = ticks_of(EventKind.ALONE)
+    alone_at[at] = when
     released_at = np.full(len(saved), ticks, dtype=np.int64)
     at, when = ticks_of(EventKind.RELEASED)
     released_at[at] = when
@@ -109,9 +126,11 @@ def read_step_graph(session: Any, events: Events) -> StepGraph | None:
         value_fingerprint=value_fingerprint,
         saved=saved.astype(np.int64),
         saved_at=(packed["tick"][first_rows] - begin).astype(np.int64),
+        alone_at=alone_at,
         released_at=released_at,
         use_offsets=use_offsets,
         uses=when[by_page].astype(np.int64),
         ticks=ticks,
         persistent_bytes=int(ops["live_bytes"][0]),
+        cloned_bytes=int(session.cloned_bytes()),
     )

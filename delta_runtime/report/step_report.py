@@ -18,6 +18,7 @@ from rich.table import Table  # noqa: E402
 random.setstate(_before)  # rich draws while it is imported; the program's numbers are its own
 
 from delta_runtime.core.units import format_bytes, format_seconds  # noqa: E402
+from delta_runtime.decide.bounds import Bounds  # noqa: E402
 
 _REASONS = {
     "source": "inputs, parameters, buffers",
@@ -62,7 +63,9 @@ class StepTotals:
         comparisons, mismatches: storages that came back and were compared with what went; of these, other bytes.
         kept_bytes: bytes saved but not managed, by reason.
         exposed_bytes: most bytes of managed storages that code outside autograd held when room was needed.
-        floor_bytes, floor_op: the op that needs most beside what cannot be evicted.
+        planning_s: seconds of planning, between the steps.
+        begin_bytes: live at the first op.
+        stuck_bytes, stuck_op: the most of the last step that nothing could be evicted from, and the op.
         uncounted_bytes: bytes of tensors that the CPU pool does not own.
         plan_hits: storages saved that a plan had foreseen.
         plan_misses: storages that no plan knew when they were saved, rebuilt, or written in place.
@@ -116,8 +119,10 @@ class StepTotals:
     plan_hits: int = 0
     plan_misses: int = 0
     exposed_bytes: int = 0
-    floor_bytes: int = 0
-    floor_op: str = ""
+    planning_s: float = 0.0
+    begin_bytes: int = 0
+    stuck_bytes: int = 0
+    stuck_op: str = ""
     uncounted_bytes: int = 0
     kept_bytes: Mapping[str, int] = field(default_factory=dict)
 
@@ -136,7 +141,8 @@ class StepTotals:
             "peak_bytes",
             "shortfall_bytes",
             "exposed_bytes",
-            "floor_bytes",
+            "begin_bytes",
+            "stuck_bytes",
             "uncounted_bytes",
             "write_error",
             "read_error",
@@ -200,6 +206,8 @@ class StepReport:
         totals: counts of all steps.
         activation_bytes: bytes of all saved values of the step recorded last.
         ordinary_peak_bytes: what its peak would have been with nothing evicted.
+        bounds: lower bound and least budget of the steps that were recorded.
+        kept_bytes: the peak that is kept to because the budget cannot be met; 0 where it is not given up.
         tiers: what became of each tier below the device, nearest first.
     """
 
@@ -210,6 +218,8 @@ class StepReport:
     totals: StepTotals
     activation_bytes: int = 0
     ordinary_peak_bytes: int = 0
+    bounds: Bounds = field(default_factory=lambda: Bounds(0, "", 0))
+    kept_bytes: int = 0
     tiers: tuple[TierUse, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -234,10 +244,7 @@ class StepReport:
                 if last.exposed_bytes
                 else ""
             )
-            return (
-                f"The budget was passed by {format_bytes(self.overshoot_bytes)}: beside what cannot be evicted, "
-                f"{last.floor_op or 'one op'} needs {format_bytes(last.floor_bytes)}{held}."
-            )
+            return f"The budget was passed by {format_bytes(self.overshoot_bytes)}: {self._needs()}{held}."
         done = []
         if last.drops:
             done.append(
@@ -253,10 +260,7 @@ class StepReport:
         if done:
             return " ".join(done)
         if last.shortfalls:
-            return (
-                f"Nothing could be evicted when room was needed: {last.floor_op or 'one op'} needs "
-                f"{format_bytes(last.floor_bytes)}."
-            )
+            return f"Nothing could be evicted when room was needed: {self._needs()}."
         if last.packed_bytes == 0:
             kept = {name: size for name, size in last.kept_bytes.items() if size}
             if not kept:
@@ -270,6 +274,19 @@ class StepReport:
             f"Nothing had to be evicted: the step's peak of {format_bytes(last.peak_bytes)} "
             "fits the budget."
         )
+
+    def _needs(self) -> str:
+        """What the steps need, by both numbers."""
+        bounds = self.bounds
+        needs = (
+            f"beside what cannot be evicted, {bounds.lower_op or 'one op'} needs "
+            f"{format_bytes(bounds.lower_bytes)}"
+        )
+        if bounds.least_bytes:
+            needs += f"; the least budget is about {format_bytes(bounds.least_bytes)}"
+        if self.kept_bytes:
+            needs += f", and {format_bytes(self.kept_bytes)} is kept to instead"
+        return needs
 
     def one_line(self) -> str:
         """One line for a log."""
@@ -357,12 +374,16 @@ class StepReport:
             size("held outside autograd", "exposed_bytes")
         if totals.uncounted_bytes:
             size("not seen by the pool", "uncounted_bytes")
-        if last.floor_op:
-            table.add_row(
-                f"floor: {last.floor_op}",
-                format_bytes(last.floor_bytes),
-                format_bytes(totals.floor_bytes),
-            )
+        table.add_row(
+            "planning", format_seconds(last.planning_s), format_seconds(totals.planning_s)
+        )
+        bounds = self.bounds
+        if bounds.lower_op:
+            table.add_row(f"lower bound: {bounds.lower_op}", "", format_bytes(bounds.lower_bytes))
+        if bounds.least_bytes:
+            table.add_row("least budget", "", format_bytes(bounds.least_bytes))
+        if self.kept_bytes:
+            table.add_row("kept to instead of the budget", "", format_bytes(self.kept_bytes))
         out = io.StringIO()
         Console(file=out, width=100, force_terminal=False).print(table)
         return f"{out.getvalue()}{self.verdict()}"

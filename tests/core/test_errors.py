@@ -44,22 +44,33 @@ def test_error_raised_without_words_still_says_something():
 
 
 def test_budget_infeasible_carries_the_numbers_and_says_them():
-    error = BudgetInfeasible(GIB, 3 * GIB, "aten::_log_softmax", "1.00 GiB is exposed")
-    assert (error.asked_bytes, error.floor_bytes) == (GIB, 3 * GIB)
-    assert (error.floor_op, error.details) == ("aten::_log_softmax", "1.00 GiB is exposed")
-    for told in ("1.00 GiB", "3.00 GiB", "aten::_log_softmax", "is exposed", "raise the budget"):
-        assert told in str(error)
+    error = BudgetInfeasible(GIB, 2 * GIB, "aten::_log_softmax", 3 * GIB, "0.50 GiB is exposed")
+    assert (error.asked_bytes, error.lower_bound_bytes) == (GIB, 2 * GIB)
+    assert (error.least_budget_bytes, error.lower_bound_op) == (3 * GIB, "aten::_log_softmax")
+    assert error.details == "0.50 GiB is exposed"
+    first, *rest = str(error).splitlines()
+    for told in ("1.00 GiB", "lower bound", "2.00 GiB", "aten::_log_softmax", "3.00 GiB"):
+        assert told in first
+    assert any("0.50 GiB is exposed" in line for line in rest)
+    # What is advised is what is expected to hold, not what nothing goes below.
+    assert "raise the budget to 3.00 GiB" in rest[-1] and "2.00 GiB" not in rest[-1]
 
 
-def test_budget_infeasible_without_a_known_floor_does_not_invent_one():
-    assert "0 B" not in str(BudgetInfeasible(GIB, 0))
+def test_budget_infeasible_without_known_numbers_does_not_invent_any():
+    text = str(BudgetInfeasible(GIB, 0))
+    assert "0 B" not in text and "lower bound" not in text
+    assert "without strict" in text  # how to get to know the least budget
+
+
+def test_budget_infeasible_with_a_bound_that_explains_nothing_does_not_name_it():
+    assert "lower bound" not in str(BudgetInfeasible(2 * GIB, GIB, "aten::mm", 3 * GIB))
 
 
 @pytest.mark.parametrize("clone", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
 @pytest.mark.parametrize(
     "error",
     [
-        BudgetInfeasible(GIB, 2 * GIB, "aten::mm", "pinned"),
+        BudgetInfeasible(GIB, 2 * GIB, "aten::mm", 3 * GIB, "pinned"),
         UsageError("No.", asked="0", change="Ask for more."),
         InplaceModification("Changed."),
     ],

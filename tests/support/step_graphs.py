@@ -52,6 +52,7 @@ def chain(
         value_fingerprint=np.arange(n, dtype=np.uint64),
         saved=np.arange(n, dtype=np.int64),
         saved_at=np.arange(n, dtype=np.int64),
+        alone_at=np.arange(2, n + 2, dtype=np.int64),
         released_at=uses_in_order + 1,
         use_offsets=np.arange(n + 1, dtype=np.int64),
         uses=uses_in_order.astype(np.int64),

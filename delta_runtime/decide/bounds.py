@@ -1,0 +1,225 @@
+"""How little a step can do with: the lower bound of any way of evicting, and the least budget of ours.
+
+Both come from the record of a step, by the arithmetic of the planner.
+
+- The *lower bound*: at each op there is what is not managed, what the op reads, and what it asks for.
+  What others hold of the saved values is there too. No budget below that can be met by anybody.
+- The *least budget*: all that may be dropped is dropped whenever nobody uses it, and made again from
+  the sources each time that it is asked for. What that holds for a moment comes on top. It is what
+  the victim queue comes down to when it has to, at whatever it takes.
+
+Not covered: what either costs in seconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from delta_runtime.core.graph import Floats, Ints, StepGraph
+from delta_runtime.decide.cover import Cover, Mask, recipes_of
+
+_SIZES = 12  # up to which values are kept, that are tried
+_MOST_PLAYS = 200  # of rebuilds, for each of them
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What is known of the budgets of one recorded step.
+
+    Args:
+        lower_bytes: no budget below that holds.
+        lower_op: the op that sets it.
+        least_bytes: a budget that is expected to hold.
+    """
+
+    lower_bytes: int
+    lower_op: str
+    least_bytes: int
+
+
+def bounds_of(graph: StepGraph, *, drops: bool = True) -> Bounds:
+    """The lower bound and the least budget of a recorded step.
+
+    Args:
+        graph: the record.
+        drops: whether values may be dropped; else they are copied, and nothing is made again.
+    """
+    cover = Cover(graph, 0, recipes_of(graph))
+    away = _Away(cover)
+    lower, op = _lower_bound(graph, away)
+    least = _least_budget(cover, away, cover.droppable, drops=drops)
+    # The small ones cost little to keep, and may spare others a long way from the sources.
+    sizes = np.unique(cover.bytes[cover.droppable])[:-1]
+    for size in sizes[:: max(1, len(sizes) // _SIZES)] if drops else ():
+        if least <= lower:
+            break
+        least = min(least, _least_budget(cover, away, cover.droppable & (cover.bytes > size)))
+    return Bounds(lower, op, max(lower, least))
+
+
+class _Away:
+    """How many bytes of saved values may be away at each op, at the most."""
+
+    def __init__(self, cover: Cover) -> None:
+        graph = cover.graph
+        n = graph.n_ops
+        self.begin = np.minimum(cover.begin, n)
+        self.gone = np.maximum(
+            np.searchsorted(graph.op_tick, graph.released_at, side="right"), self.begin
+        )
+        saved_at = np.searchsorted(graph.op_tick, graph.saved_at, side="right")
+        self.bytes = _sums(self.begin, self.gone, cover.bytes, n)
+        held = np.minimum(np.maximum(self.begin, saved_at), self.gone)
+        self.held_bytes = _sums(saved_at, held, cover.bytes, n)
+
+
+def _sums(begin: Ints, end: Ints, bytes_: Floats, n_ops: int) -> Floats:
+    """Bytes at each op of what lasts from one op until before another."""
+    change = np.zeros(n_ops + 2)
+    np.add.at(change, np.minimum(begin, n_ops + 1), bytes_)
+    np.add.at(change, np.minimum(np.maximum(end, begin), n_ops + 1), -bytes_)
+    return np.cumsum(change)[: n_ops + 1]
+
+
+def _lower_bound(graph: StepGraph, away: _Away) -> tuple[int, str]:
+    n = graph.n_ops
+    # What the op reads may be of what somebody holds anyway.
+    read = np.maximum(graph.op_managed_input_bytes - away.held_bytes[:n], 0)
+    need = (
+        graph.op_ordinary_bytes
+        + graph.op_watermark_bytes
+        - away.bytes[:n]
+        + np.where(graph.op_backward, read, 0)
+        - graph.cloned_bytes
+    )
+    worst = int(np.argmax(need))
+    return int(need[worst]), graph.op_name[worst]
+
+
+def _least_budget(cover: Cover, away: _Away, droppable: Mask, *, drops: bool = True) -> int:
+    """What is live at the most if these values are dropped, and dropped again, whenever it can be."""
+    graph, n = cover.graph, cover.graph.n_ops
+    bytes_ = cover.bytes
+    gone_bytes = _sums(away.begin[droppable], away.gone[droppable], bytes_[droppable], n)
+    # Unpacked by a node, and held by it until it ends: at the latest when another one unpacks.
+    page = np.repeat(np.arange(len(graph.saved)), np.diff(graph.use_offsets))
+    order = np.argsort(graph.uses, kind="stable")
+    page, tick = page[order], graph.uses[order]
+    at = np.searchsorted(graph.op_tick, tick, side="right")
+    next_unpack = np.append(tick, graph.ticks)[np.searchsorted(tick, tick, side="right")]
+    until = np.minimum(np.searchsorted(graph.op_tick, next_unpack, side="right"), away.gone[page])
+    until = np.maximum(until, at)
+    used = droppable[page]
+    held = _sums(at[used], until[used], bytes_[page[used]], n)
+    ordinary = np.append(graph.op_ordinary_bytes, graph.op_ordinary_bytes[-1:])
+    watermark = np.append(graph.op_watermark_bytes, 0)
+    there = ordinary - gone_bytes
+    least = float((there + held + watermark).max())
+    if not drops:
+        return int(least)
+    # And what rebuilding holds in front of the op that asks.
+    work = _Work(cover, droppable)
+    nodes: dict[int, list[int]] = {}
+    for each in np.flatnonzero(used).tolist():
+        nodes.setdefault(int(tick[each]), []).append(each)
+    heap: list[tuple[float, int]] = []
+    asked: list[list[int]] = []
+    beside: list[float] = []
+    for uses in nodes.values():
+        beside.append(float(there[min(int(at[uses[0]]), n)]))
+        asked.append(list(dict.fromkeys(page[uses].tolist())))
+        heap.append((-(beside[-1] + work.at_most(asked[-1])), len(heap)))
+    heapq.heapify(heap)
+    while heap and -heap[0][0] > least:
+        negative, node = heapq.heappop(heap)
+        if work.plays >= _MOST_PLAYS:
+            return int(-negative)  # a bound will do
+        least = max(least, beside[node] + work.exactly(asked[node]))
+    return int(least)
+
+
+class _Work:
+    """What making saved values again from the sources holds at the most, they themselves included."""
+
+    def __init__(self, cover: Cover, droppable: Mask) -> None:
+        graph = cover.graph
+        n = graph.n_ops
+        made_bytes = np.bincount(graph.value_op, weights=graph.value_bytes, minlength=n)
+        asked = np.maximum(made_bytes, graph.op_watermark_bytes)
+        there = np.zeros(graph.n_values, bool)  # never away
+        there[graph.saved[~droppable]] = True
+        # Of the whole forward, with each value alive until it is read last.
+        last = graph.value_op.copy()
+        readers = np.repeat(np.arange(n), np.diff(graph.input_offsets))
+        np.maximum.at(last, graph.inputs, readers)
+        alive = _sums(graph.value_op + 1, last + 1, graph.value_bytes.astype(float), n)
+        self.plays = 0
+        self._prefix: list[float] = np.maximum.accumulate(alive[:n] + asked).tolist()
+        self._asked = asked.tolist()
+        self._saved = graph.saved.tolist()
+        self._bytes: list[int] = graph.value_bytes.tolist()
+        self._op = graph.value_op.tolist()
+        inputs = np.where(there[graph.inputs], -1, graph.inputs).tolist()
+        offsets = graph.input_offsets.tolist()
+        self._reads = [
+            [value for value in inputs[offsets[op] : offsets[op + 1]] if value >= 0]
+            for op in range(n)
+        ]
+
+    def at_most(self, pages: list[int]) -> float:
+        """A bound of `exactly` that costs nothing."""
+        bytes_ = [self._bytes[self._saved[page]] for page in pages]
+        most: float = max(
+            self._prefix[self._op[self._saved[page]]] - own
+            for page, own in zip(pages, bytes_, strict=True)
+        )
+        return sum(bytes_) + most
+
+    def exactly(self, pages: list[int]) -> float:
+        """What one node asks for, in its order; what comes by the way stays for it."""
+        roots = [self._saved[page] for page in pages]
+        there: set[int] = set()
+        most = 0.0
+        for root in roots:
+            if root not in there:
+                held = float(sum(self._bytes[value] for value in there))
+                most = max(most, held + self._play(root, there, set(roots)))
+        return most
+
+    def _play(self, root: int, there: set[int], stay: set[int]) -> float:
+        """The most bytes while a value is made beside those that are there; adds what stays to them."""
+        self.plays += 1
+        made_by, sizes = self._op, self._bytes
+        ops = {made_by[root]}
+        last = {root: len(self._asked)}
+        stack = [made_by[root]]
+        while stack:
+            op = stack.pop()
+            for value in self._reads[op]:
+                if value in there:
+                    continue
+                if last.get(value, -1) < op:
+                    last[value] = op
+                maker = made_by[value]
+                if maker not in ops:
+                    ops.add(maker)
+                    stack.append(maker)
+        made: dict[int, list[int]] = {}
+        for value in [*last, *(stay - there - last.keys())]:
+            made.setdefault(made_by[value], []).append(value)
+        alive = most = 0.0
+        ends: dict[int, float] = {}
+        for op in sorted(ops):
+            if alive + self._asked[op] > most:
+                most = alive + self._asked[op]
+            for value in made.get(op, ()):
+                alive += sizes[value]
+                if value in stay:
+                    there.add(value)
+                else:
+                    ends[last[value]] = ends.get(last[value], 0.0) + sizes[value]
+            alive -= ends.pop(op, 0.0)
+        return max(most, alive)

@@ -1,0 +1,81 @@
+"""How long planning has taken, and how much longer it may take.
+
+A plan has to pay for itself. The first plan of a step that comes again is always made; whatever else is
+thought about has one second in all, and 5 % of the time trained so far. Planning runs on the training
+thread, between steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+ALLOWANCE_S = 1.0
+"""Seconds of planning, beyond first plans, that nothing has to be trained for."""
+MOST_SHARE = 0.05
+"""Of the time trained so far."""
+
+
+class PlanningTime:
+    """Counts the seconds of planning and of training.
+
+    Args:
+        clock: seconds; another one for tests.
+        limited: whether there is a limit at all.
+
+    Example:
+        >>> planning = PlanningTime()
+        >>> with planning.planning():
+        ...     pass
+        >>> planning.left_s < 1.0
+        True
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, *, limited: bool = True
+    ) -> None:
+        self._clock = clock
+        self._limited = limited
+        self._trained_s = 0.0
+        self._ended_s = 0.0
+        self._free_s = 0.0
+        self._begin_s: float | None = None
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds of planning so far, first plans included."""
+        running_s = 0.0 if self._begin_s is None else self._clock() - self._begin_s
+        return self._ended_s + running_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that planning may take now beyond first plans; below 0 where it took too long."""
+        if not self._limited:
+            return float("inf")
+        return ALLOWANCE_S + MOST_SHARE * self._trained_s - (self.spent_s - self._free_s)
+
+    def trained(self, seconds: float) -> None:
+        """Take in that a step has ended that took so long."""
+        self._trained_s += seconds
+
+    @contextlib.contextmanager
+    def planning(self, *, free: bool = False) -> Iterator[None]:
+        """Counts what is done inside, once where these are nested.
+
+        Args:
+            free: whether it may take what it takes, without being held against what comes later.
+        """
+        begin_s = self._clock()
+        outermost = self._begin_s is None
+        if outermost:
+            self._begin_s = begin_s
+        try:
+            yield
+        finally:
+            took_s = self._clock() - begin_s
+            if free:
+                self._free_s += took_s
+            if outermost:
+                self._ended_s += took_s
+                self._begin_s = None
