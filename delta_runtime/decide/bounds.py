@@ -176,7 +176,7 @@ class _Work:
             self._prefix[self._op[self._saved[page]]] - own
             for page, own in zip(pages, bytes_, strict=True)
         )
-        return sum(bytes_) + most
+        return float(sum(bytes_)) + most
 
     def exactly(self, pages: list[int]) -> float:
         """What one node asks for, in its order; what comes by the way stays for it."""
