@@ -23,12 +23,12 @@ import torch.distributed as dist
 
 from delta_runtime import _C, cpu_pool
 from scripts.programs.program import Program
-from scripts.programs.runner import Company, Result, Verdict, judge
+from scripts.programs.runner import Company, Result, Verdict, gave_up, judge
+from scripts.programs.serve import settle
 from scripts.programs.settings import Settings
 
 COLLECTIVE_LIMIT_S = 6
 _PR_SET_PDEATHSIG = 1
-_GIVEN_UP = ("Timed out", "Connection closed", "Connection reset", "Broken pipe", "timed out")
 _SEVERITY = (
     Verdict.SAME,
     Verdict.NOT_REPEATABLE,
@@ -90,6 +90,7 @@ def _second(pipe: Connection) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     cpu_pool.install()
+    settle()  # what the first use of a runtime does is a question for the first process
 
     company = _Second(pipe)
     while True:
@@ -147,8 +148,7 @@ def together(first: Result, second: Result) -> Result:
     echoes = [
         (rank, result)
         for rank, result in results
-        if result.verdict in (Verdict.LOUD, Verdict.LEGALLY_LOUD)
-        and any(words in result.detail for words in _GIVEN_UP)
+        if result.verdict in (Verdict.LOUD, Verdict.LEGALLY_LOUD) and gave_up(result.detail)
     ]
     if len(echoes) == 1 and len(verdicts) > 1:
         results.remove(echoes[0])

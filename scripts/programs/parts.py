@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+import delta_runtime as delta
 from scripts.programs.driver import Job
 
 _USED_BY_PROGRAMS = (
@@ -748,9 +749,10 @@ def spread(v):
 
 @_part
 def close_runtimes(management):
-    """Closes the runtimes that manage a program; an ordinary run has none."""
+    """Closes the runtimes that manage a program; an ordinary run has none. One may refuse, on another thread."""
     for runtime in management.runtimes:
-        runtime.close()
+        with contextlib.suppress(delta.UsageError):
+            runtime.close()
 
 
 # ------------------------------------------------------------------------------------ compiled parts

@@ -244,6 +244,14 @@ def _listen() -> _Log:
 # ------------------------------------------------------------------------------------ verdicts
 
 
+GIVEN_UP = ("imed out", "Connection closed", "Connection reset", "Broken pipe", "pair closure")
+
+
+def gave_up(message: str) -> bool:
+    """Whether an error says no more than that another process had nothing to say."""
+    return any(words in message for words in GIVEN_UP)
+
+
 class Company:
     """The processes that run one program at the same time: here, this one alone."""
 
@@ -286,6 +294,10 @@ def _judge(prepared: Prepared, settings: Settings, company: Company) -> Result:
         raised = any(isinstance(payload, tuple) for _, payload in expected)
     except Exception:
         return Result(Verdict.BROKEN, traceback.format_exc(limit=-4))
+    if company.any_says(
+        any(gave_up(payload[1]) for _, payload in expected if isinstance(payload, tuple))
+    ):
+        return Result(Verdict.NOT_REPEATABLE, "one process raised, the other waited for it", raised)
     # Where the managed run has the same bits nobody needs to know; some are run again all the same.
     if prepared.program.seed % ALWAYS_AGAIN == 0:
         changed = _changes(prepared, expected, 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 import traceback
 from typing import TYPE_CHECKING
 
@@ -59,4 +61,11 @@ class Server:
             from scripts.programs.pair import Pair
 
             self.pair = Pair()
-        return self.pair.judge(program, settings, request.sabotage)
+        try:
+            return self.pair.judge(program, settings, request.sabotage)
+        except (EOFError, OSError):
+            # The other process is gone, and with it this worker's use: whoever waits sees a crash.
+            self.pair.process.join(5)
+            sys.stderr.write(f"the second process ended with {self.pair.process.exitcode}\n")
+            sys.stderr.flush()
+            os._exit(70)
