@@ -11,7 +11,7 @@ Takes about 25 milliseconds of one core for an eager program, 20 minutes for 20,
 0.2 s for one with two processes, and 1 s for one with compiled parts once those are compiled. Needs no GPU.
 
     python scripts/stress_programs.py [--family eager] [--programs 1000] [--seed 0] [--start 0] [--jobs 2]
-        [--seconds S] [--out FILE] [--faults NAME ...] [--sabotage NAME] [--until-found] [--strict] [--settled]
+        [--seconds S] [--out FILE] [--faults NAME ...] [--without NAME ...] [--sabotage NAME] [--until-found] [--strict] [--settled]
         [--minimise 3]
     python scripts/stress_programs.py --show 17          # program 17 as a script, not run
 
@@ -55,6 +55,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="file for a line of JSON per program")
     parser.add_argument(
         "--faults", nargs="+", default=[], help="only programs that try one of these"
+    )
+    parser.add_argument(
+        "--without", nargs="+", default=[], help="no programs that try one of these"
     )
     parser.add_argument("--sabotage", default="", help="break the runtime: a name or a number")
     parser.add_argument("--until-found", action="store_true", help="end at the first finding")
@@ -161,10 +164,13 @@ class Stress:
 
     def _requests(self) -> Iterator[Request]:
         wanted = {name.upper() for name in self.options.faults}
+        unwanted = {name.upper() for name in self.options.without}
         end = self.options.start + self.options.programs
         for number in range(self.start, end):
-            if wanted and not wanted & {f.name for f in self.case(number).program.faults()}:
-                continue
+            if wanted or unwanted:
+                tried = {fault.name for fault in self.case(number).program.faults()}
+                if (wanted and not wanted & tried) or unwanted & tried:
+                    continue
             yield Request(
                 number,
                 self.options.seed,

@@ -117,6 +117,7 @@ class Pair:
         self.process.start()
         theirs.close()
         self.joined = False
+        self.store = ""
         self.company = _First(self.pipe)
 
     def _join(self) -> None:
@@ -124,8 +125,10 @@ class Pair:
         self.pipe.send(("join", path))
         _leave()
         _join(0, path)
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+        if self.store:  # not this one: the other process may still read it
+            with contextlib.suppress(OSError):
+                os.unlink(self.store)
+        self.store = path
         self.joined = True
 
     def judge(self, program: Program, settings: Settings, sabotage: int) -> Result:
