@@ -11,11 +11,13 @@ Takes about 25 milliseconds of one core for an eager program, 20 minutes for 20,
 0.2 s for one with two processes, and 1 s for one with compiled parts once those are compiled. Needs no GPU.
 
     python scripts/stress_programs.py [--family eager] [--programs 1000] [--seed 0] [--start 0] [--jobs 2]
-        [--seconds S] [--out FILE] [--faults NAME ...] [--without NAME ...] [--sabotage NAME] [--until-found] [--strict] [--settled]
-        [--minimise 3]
+        [--seconds S] [--out FILE] [--faults NAME ...] [--without NAME ...] [--settled] [--minimise 3]
+        [--sabotage NAME] [--until-found] [--strict] [--known FILE]
     python scripts/stress_programs.py --show 17          # program 17 as a script, not run
 
 `--out` writes a line of JSON per program; a run that is given a file that exists goes on behind its last program.
+`--known` takes such a file: what went wrong there too does not count, so that with `--sabotage` and `--until-found` the
+run says after how many programs a mend that is switched off is missed.
 tests/test_stress_programs.py runs a short version.
 """
 
@@ -62,6 +64,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sabotage", default="", help="break the runtime: a name or a number")
     parser.add_argument("--until-found", action="store_true", help="end at the first finding")
     parser.add_argument("--strict", action="store_true", help="no error is legal")
+    parser.add_argument(
+        "--known", type=Path, help="file of a run: what went wrong there does not count"
+    )
     parser.add_argument("--minimise", type=int, default=3, help="how many findings to make small")
     parser.add_argument(
         "--settled",
@@ -123,7 +128,21 @@ class Stress:
         self.table = Table()
         self.tally = Tally()
         self.start = options.start
+        self.known = self._known_findings()
         self.bench: Bench | None = None
+
+    def _known_findings(self) -> set[int]:
+        """Numbers of the programs that went wrong in the run that `--known` names, whatever was legal there."""
+        if not self.options.known:
+            return set()
+        lines = map(json.loads, self.options.known.read_text().splitlines())
+        return {
+            line["number"]
+            for line in lines
+            if line["family"] == self.options.family
+            and line["seed"] == self.options.seed
+            and line["verdict"] != "SAME"
+        }
 
     def case(self, number: int) -> Any:
         from scripts.programs.generator import make_case
@@ -185,8 +204,9 @@ class Stress:
         from scripts.programs.runner import Verdict
 
         case = self.case(number)
-        found = result.verdict.is_finding or (
-            self.options.strict and result.verdict is Verdict.LEGALLY_LOUD
+        found = number not in self.known and (
+            result.verdict.is_finding
+            or (self.options.strict and result.verdict is Verdict.LEGALLY_LOUD)
         )
         faults = tuple(sorted(fault.name for fault in case.program.faults()))
         if found and "Python's generator" in result.detail:

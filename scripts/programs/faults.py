@@ -100,7 +100,11 @@ TERMS: Mapping[Fault, Terms] = MappingProxyType(
             why_loud="a numpy array, or a second mapping of one file, is written without torch",
             needs_evidence=True,
         ),
-        Fault.OWN_VERSION_COUNTER: Terms(),
+        Fault.OWN_VERSION_COUNTER: Terms(
+            loud=_LOUD,
+            why_loud="what a recipe reads is overwritten on another thread, or while the runtime is "
+            "disabled, where nobody makes a copy first",
+        ),
         Fault.COLLECTIVE: Terms(_MADE),
         Fault.NUMERIC_FLAG: Terms(),
         Fault.STORAGE_RESIZED: Terms(

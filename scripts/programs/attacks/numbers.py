@@ -156,7 +156,6 @@ FLAGS = (
     Flag(*_DENORMAL, "(({0} * 1e-37) * 1e-3) * 1e20 * 1e20"),
     Flag(*_DENORMAL, "({0}.tanh() * 1e-39 + 1e-40) * 1e20 * 1e19"),
     Flag(*_DETERMINISTIC, "by_flags({0})"),
-    Flag(*_DETERMINISTIC, "{0} * torch.empty(32, 32).isnan() + {0} * 0.5"),
     Flag(*_DETERMINISTIC, "{0}.index_put((torch.arange(32) % 5,), {0}, accumulate=True)"),
     Flag(*_THREADS, "{0} * {0}.repeat(8, 8).sin().sum() * 1e-3"),
     Flag(*_DTYPE, "{0} + torch.linspace(0, 1, 1024).view(32, 32).float()"),
