@@ -29,7 +29,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +212,13 @@ class Stress:
         if found and "Python's generator" in result.detail:
             faults = ("PYTHON_RANDOM",)  # it happens once in a process, whatever the program does
         elif found:
-            faults = self._culprits(case, result)
+            again = self._bench().judge(case.program, case.settings)
+            if again.verdict is result.verdict:
+                faults = self._culprits(case, result)
+            else:
+                result = replace(
+                    result, detail=f"{result.detail} (not again: {again.verdict.value})"
+                )
         line = {
             "number": number,
             "family": self.options.family,

@@ -222,8 +222,6 @@ def _run_step(program, step, seen, management):
         with management.step():
             for _ in range(program["MICRO"]):
                 for where in ("forward", "between", "backward"):
-                    if where == "backward" and "_look" in program:
-                        program["_look"]()
                     program[where](step)
             where = "leave"
         for name, value in _tensors(program):

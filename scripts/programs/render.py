@@ -27,7 +27,8 @@ class Marks:
 
     Args:
         made: numbers of the instructions after which the graph of what they assigned is marked.
-        probed: numbers of the instructions before which the places of values are taken.
+        probed: numbers of the instructions before which the places of values are taken. They are looked at before each
+            backward, too (`_look`).
     """
 
     made: frozenset[int] = frozenset()
@@ -122,6 +123,8 @@ class _Renderer:
                 lines += _indented(body, (len(line) - len(line.lstrip())) // 4)
             else:
                 lines.append(filled)
+        if self.marks.probed and ".backward" in each.code and not each.code.startswith(" "):
+            lines.insert(0, "_look()")
         if number in self.marks.probed:
             lines.insert(0, f"_probe({number})")
         if number in self.marks.made and each.out and each.kind is not Kind.THREAD:

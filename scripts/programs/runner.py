@@ -111,8 +111,8 @@ class Prepared:
         names["RANK"] = self.rank
         names["_probe"] = watch.probe if watch else _nothing
         names["_made"] = watch.made if watch else _nothing
+        names["_look"] = watch.look if watch else _nothing
         if watch:
-            names["_look"] = watch.look
             watch.names = names
         exec(self.code, names)
         try:

@@ -99,7 +99,7 @@ def random_settings(rng: random.Random, faults: set[Fault]) -> Settings:
     """Settings that suit a program: everything in reach of chance, what evicts more often than what does not."""
     kind = rng.choices(
         ("drop_all", "random", "budget", "swap", "slow", "disk", "spill", "planned", "off"),
-        weights=(24, 10, 14, 12, 13, 12, 5, 8, 2),
+        weights=(22, 10, 13, 12, 13, 15, 5, 8, 2),
     )[0]
     verify = rng.choices(("first", "always", "off"), weights=(60, 20, 20))[0]
     if verify == "off" and any(TERMS[fault].needs_evidence for fault in faults):
