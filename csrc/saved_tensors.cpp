@@ -8,8 +8,13 @@
 //     tensors.
 //  3. Keeping the very tensor makes a cycle through its grad_fn; a shallow copy without history is
 //     kept instead.
-//  4. Hooks switch autograd's own check for in-place changes off, so each ticket makes it.
+//  4. Without hooks autograd holds an input itself: one that is pointed to other memory before
+//     backward (`x.data = y`) is used as it is then. So each ticket knows the tensor, too.
+//  5. Hooks switch autograd's own check for in-place changes off, so each ticket makes it.
 #include <ATen/Functions.h>
+#include <ATen/SequenceNumber.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <sstream>
 
@@ -43,6 +48,36 @@ void check_version(const Ticket& ticket) {
           "its gradient, with "
           "torch.autograd.set_detect_anomaly(True).";
   throw InplaceModificationError(text.str());
+}
+
+// The saved tensor as autograd would find it now, if it has been pointed to other memory since.
+at::Tensor as_pointed_elsewhere(const Ticket& ticket) {
+  auto impl = ticket.original.lock();
+  if (!impl || !impl->has_storage()) {
+    return {};
+  }
+  const auto* now = impl->unsafe_storage().unsafeGetStorageImpl();
+  const bool managed = ticket.state == Ticket::State::Managed;
+  const auto* then = managed ? ticket.page->weak._unsafe_get_target()
+                             : (ticket.kept.has_storage() ? storage_of(ticket.kept) : nullptr);
+  if (now == then || then == nullptr) {
+    return {};
+  }
+  at::Tensor original(std::move(impl));
+  auto* meta = torch::autograd::impl::get_autograd_meta(original);
+  const auto* grad_fn = meta != nullptr ? meta->grad_fn_.get() : nullptr;
+  if (grad_fn == nullptr) {
+    return original.tensor_data();
+  }
+  if (grad_fn->sequence_nr() + 1 == ticket.node) {
+    return {};  // saved by the node that made it, which holds the memory and not the tensor
+  }
+  throw InplaceModificationError(
+      "delta_runtime: a tensor of sizes " + c10::str(original.sizes()) +
+      " that backward needs was pointed to other memory since it was saved (`x.data = ...`). Which "
+      "of the two autograd would use is not known here. Assign after backward, or leave the step "
+      "out with delta_runtime.disable(). Gradients of this backward are incomplete; weights and "
+      "optimizer state are as they were.");
 }
 
 }  // namespace
@@ -86,6 +121,10 @@ void Session::pack(const at::Tensor& t, Ticket& ticket) {
   const bool plain = is_plain(t);
   if (!plain || inference) {
     ticket.kept = inference || !plain ? t.detach() : at::Tensor(t.tensor_data());
+  } else {
+    ticket.original =
+        c10::weak_intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl>(t.getIntrusivePtr());
+    ticket.node = at::sequence_number::peek();
   }
   auto& ts = thread_state();
   Guard guard(*this);
@@ -194,6 +233,11 @@ void Session::resolve(Ticket& ticket, Page* page) {
 
 at::Tensor Session::unpack(Ticket& ticket) {
   check_version(ticket);
+  if (at::Tensor now = as_pointed_elsewhere(ticket); now.defined()) {
+    Guard guard(*this);
+    ++counters_.unpacks;
+    return now;
+  }
   if (ticket.state != Ticket::State::Managed) {
     Guard guard(*this);
     ++counters_.unpacks;

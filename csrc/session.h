@@ -236,6 +236,9 @@ struct Ticket {
   c10::intrusive_ptr<Page> page;
   ViewSpec view;
   at::Tensor kept;
+  c10::weak_intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl> original{
+      c10::intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl>()};
+  uint64_t node = 0;  // that the next node of autograd would have got
   c10::VariableVersion version_counter;
   int64_t version = -1;
   State state = State::Kept;

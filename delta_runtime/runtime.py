@@ -35,7 +35,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from delta_runtime import python_random, raw_access, saved_leaves
+from delta_runtime import python_random, raw_access, saved_objects
 from delta_runtime.act.pinning import pinning
 from delta_runtime.act.tiers import open_tiers
 from delta_runtime.config import Config, check_requested
@@ -350,7 +350,7 @@ class Runtime:
         self._session.set_drain(lambda _: self._drain())
         self._session.enter()
         raw_access.listen(self._session)
-        saved_leaves.install()
+        saved_objects.install()
         if self.device.type == "cpu":
             _C.cpu_pool.set_soft_limit_is_hard(self.config.strict)
         for pair in (self._hooks, *above):

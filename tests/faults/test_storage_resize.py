@@ -335,3 +335,51 @@ def test_sharded_weights_of_torch_itself(sharding: str, mode: str) -> None:
             return step
 
         check(program, mode, steps=4)
+
+
+def of_data(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """An input without a gradient: autograd holds the tensor, and finds what it is then."""
+    return x, x * w
+
+
+def of_parameter(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return w, (x * 1.5) @ w
+
+
+def of_result(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The node of the op that made it holds its memory."""
+    y = (x * w).exp()
+    return y, y * 1.0
+
+
+def of_intermediate(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The node of the op that reads it holds the tensor."""
+    y = (x * w) * 1.0
+    return y, y.sin()
+
+
+@pytest.mark.parametrize("use", [of_data, of_parameter, of_result, of_intermediate])
+@in_every_way
+def test_a_saved_tensor_that_is_pointed_elsewhere_before_backward(
+    mode: str, use: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> None:
+    def program() -> Step:
+        w = leaf(N, N)
+        contents = [constant(N, N, seed=seed) for seed in range(STEPS)]
+
+        def step(k: int) -> list[Tensor]:
+            x = contents[k].clone()
+            saved, y = use(w, x)
+            loss = (y.tanh() * y.sin()).sum()
+            boundary()
+            points = k != STEPS - 1  # the last step is past an error
+            before = saved.data
+            if points:
+                saved.data = before * 0.5
+            loss.backward()
+            saved.data = before
+            return [loss.detach(), *taken(w)]
+
+        return step
+
+    check(program, mode, steps=STEPS, may_be_loud=use is of_intermediate)
