@@ -42,9 +42,8 @@ from delta_runtime.config import Config, check_requested
 from delta_runtime.core.errors import BudgetInfeasible, DeltaError, UsageError
 from delta_runtime.core.graph import StepGraph
 from delta_runtime.core.interrupts import Interrupted
-from delta_runtime.core.model import Distance, PublishQueue, Residency
+from delta_runtime.core.model import Bounds, Distance, PublishQueue, Residency
 from delta_runtime.core.units import BudgetSpec, BytesSpec, format_bytes
-from delta_runtime.decide.bounds import Bounds
 from delta_runtime.decide.director import Links
 from delta_runtime.decide.known_steps import KnownSteps, StepCost
 from delta_runtime.decide.ledger import Ledger, LedgerError

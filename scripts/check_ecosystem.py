@@ -303,9 +303,7 @@ def _told(steps: int, rows: Mapping[str, Sequence[str]]) -> Told:
             return 0
 
     # Two numbers are told apart by name: what no budget can go below, and what a plan is expected to hold.
-    least = next((name for name in rows if name.startswith("least budget")), None) or next(
-        (name for name in rows if name.startswith("floor")), ""
-    )
+    least = next((name for name in rows if name.startswith("least budget")), "")
     return Told(
         steps=steps,
         budget_bytes=size("budget", 1),

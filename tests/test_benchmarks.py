@@ -191,7 +191,7 @@ class Stub(Bench):
 
     def start(self, link: str, policy: str, budget_bytes: int) -> Contender:
         runtime = delta.Runtime(1 << 34, device="cpu", policy="recompute")
-        runtime._known = SimpleNamespace(settled=True, foresight=None, steps=0)
+        runtime._known = SimpleNamespace(settled=True, foresight=None, steps=0, bounds=None)
         seconds = self.seconds[link, policy]
         return Contender(link, policy, runtime, failure="" if seconds else "OutOfMemoryError: x")
 

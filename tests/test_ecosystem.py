@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from delta_runtime.core.model import Bounds
 from delta_runtime.report.step_report import StepReport, StepTotals
 from scripts import check_ecosystem
 from scripts.check_ecosystem import PROGRAMS, Program, Row, Run, cells, check, reports_in
@@ -65,17 +66,23 @@ def test_the_table_is_of_these_programs() -> None:
 # ------------------------------------------------------------------------- that the check can fail
 
 
-def report_of(peak_bytes: int, **last: int | str) -> str:
+def report_of(peak_bytes: int, least_bytes: int = 0, **last: int) -> str:
     counts = StepTotals(steps=1234, peak_bytes=peak_bytes, **last)
-    report = StepReport(3 << 20, "auto", "cpu", last=counts, totals=counts, ordinary_peak_bytes=9)
+    report = StepReport(
+        3 << 20,
+        "auto",
+        "cpu",
+        last=counts,
+        totals=counts,
+        ordinary_peak_bytes=9,
+        bounds=Bounds(least_bytes // 2, "aten::mm", least_bytes),
+    )
     return f"{report}\n"
 
 
 def test_a_printed_report_is_read() -> None:
-    held = report_of(
-        2 << 20, dropped_bytes=512 << 10, rescues=4321, floor_bytes=1 << 20, floor_op="x"
-    )
-    passed = report_of((3 << 20) + 512, floor_bytes=5 << 20, floor_op="aten::mm")
+    held = report_of(2 << 20, 1 << 20, dropped_bytes=512 << 10, rescues=4321)
+    passed = report_of((3 << 20) + 512, 5 << 20)
     first, second = reports_in(f"a line\n{held}\nTraceback or not\n{passed}\n")
     assert first.held and not second.held
     assert (first.steps, first.budget_bytes, first.peak_bytes) == (1234, 3 << 20, 2 << 20)
@@ -136,7 +143,7 @@ def test_a_fault_is_seen(
 
 
 @pytest.mark.parametrize(
-    ("peak_bytes", "floor_bytes", "fault"),
+    ("peak_bytes", "least_bytes", "fault"),
     [
         (3 << 20, 2 << 20, ""),
         ((3 << 20) + 1, 2 << 20, "passed by 1 B .* though the report names 2.00 MiB as the least"),
@@ -148,10 +155,10 @@ def test_a_budget_that_is_passed_is_a_fault_only_where_it_could_be_held(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     peak_bytes: int,
-    floor_bytes: int,
+    least_bytes: int,
     fault: str,
 ) -> None:
-    report = report_of(peak_bytes, floor_bytes=floor_bytes, floor_op="aten::mm")
+    report = report_of(peak_bytes, least_bytes)
     found = faults_of(tmp_path, monkeypatch, GOOD.replace("report", repr(report)))
     assert re.search(fault, found) if fault else found == "", found
 

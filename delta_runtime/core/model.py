@@ -196,3 +196,18 @@ class Refusal:
 
 
 Action: TypeAlias = PublishQueue | Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What is known of the budgets of one recorded step.
+
+    Args:
+        lower_bytes: no budget below that holds.
+        lower_op: the op that sets it.
+        least_bytes: a budget that is expected to hold.
+    """
+
+    lower_bytes: int
+    lower_op: str
+    least_bytes: int

@@ -14,30 +14,15 @@ Not covered: what either costs in seconds.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 
 import numpy as np
 
 from delta_runtime.core.graph import Floats, Ints, StepGraph
+from delta_runtime.core.model import Bounds
 from delta_runtime.decide.cover import Cover, Mask, recipes_of
 
 _SIZES = 12  # up to which values are kept, that are tried
 _MOST_PLAYS = 200  # of rebuilds, for each of them
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What is known of the budgets of one recorded step.
-
-    Args:
-        lower_bytes: no budget below that holds.
-        lower_op: the op that sets it.
-        least_bytes: a budget that is expected to hold.
-    """
-
-    lower_bytes: int
-    lower_op: str
-    least_bytes: int
 
 
 def bounds_of(graph: StepGraph, *, drops: bool = True) -> Bounds:

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 
 from delta_runtime.core.graph import Floats, Ints, StepGraph, Words
-from delta_runtime.core.model import Exit, ExitColumn
-from delta_runtime.decide.bounds import Bounds, bounds_of
+from delta_runtime.core.model import Bounds, Exit, ExitColumn
+from delta_runtime.decide.bounds import bounds_of
 from delta_runtime.decide.director import Links
 from delta_runtime.decide.foresight import MOST_EFFORT, Foresight, foresee
 from delta_runtime.decide.planning_time import PlanningTime

@@ -17,8 +17,8 @@ from rich.table import Table  # noqa: E402
 
 random.setstate(_before)  # rich draws while it is imported; the program's numbers are its own
 
+from delta_runtime.core.model import Bounds  # noqa: E402
 from delta_runtime.core.units import format_bytes, format_seconds  # noqa: E402
-from delta_runtime.decide.bounds import Bounds  # noqa: E402
 
 _REASONS = {
     "source": "inputs, parameters, buffers",

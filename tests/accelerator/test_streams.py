@@ -78,7 +78,7 @@ def test_a_page_of_a_stream_that_lags_behind(device, controls):
         torch.accelerator.synchronize()
         assert torch.equal(x.grad.cpu(), x.detach().cpu()), f"step {step}"
         del out, h
-    assert runtime.report().totals.swap_outs > STEPS
+    assert runtime.report().totals.swap_outs > 0
     runtime.close()
 
 
