@@ -1,14 +1,15 @@
 """Turns delta_runtime on from the environment, at the end of ``import torch``.
 
 PyTorch calls `_autoload` through the entry point group ``torch.backends``, in every process that
-imports torch. With DELTA_BUDGET set it starts the ambient runtime; without it, it does nothing.
+imports torch. With DELTA_BUDGET set it starts the ambient runtime; without it, it does nothing, but
+says so where the name was misspelt.
 
 Covers when to start, and that nothing that goes wrong here can hurt ``import torch``. Does not
 cover what the variables mean: see delta_runtime/config.py.
 
 Note: starting at the end of ``import torch``
   1. An exception here would make ``import torch`` fail for everybody: every failure becomes one
-     warning, and the runtime stays off.
+     warning, and the runtime stays off. What a signal handler of the program raises is not ours.
   2. This module is found without importing the package, because the package may be the very one
      that is importing torch; it imports nothing but os until there is something to start.
   3. When a module of delta_runtime was imported first, it is only half there now. The start is then
@@ -22,6 +23,7 @@ Note: starting at the end of ``import torch``
 
 import os
 
+_TOLD = False  # of variables that are none of ours: once a process
 _DONE = False  # started, failed and told, or left to the command line: one attempt a process
 _PENDING = False  # put off by rule 3
 
@@ -38,24 +40,44 @@ _CHILD_MARKS = (
     "--multiprocessing-fork",
     "from multiprocessing.forkserver import",
     "from multiprocessing.resource_tracker import",
+    "loky.backend",
 )
 
 
 def _autoload() -> None:
     """Start the ambient runtime if DELTA_BUDGET asks for it. Never raises."""
     global _PENDING
-    if _DONE or os.environ.get("DELTA_BUDGET", "").strip().lower() in ("", "off"):
+    budget = os.environ.get("DELTA_BUDGET", "").strip().lower()
+    if _DONE or budget == "off" or not (budget or _has_variables()):
         return
     try:
         if _is_helper_process():
             return
         if _package_is_half_imported():
-            _PENDING = True
+            _PENDING = bool(budget)
             return
+        tell_of_unknown()
     except Exception as error:  # rule 1
         _warn(error)
         return
-    _attempt()
+    if budget:
+        _attempt()
+
+
+def _has_variables() -> bool:
+    return any(name.startswith("DELTA_") for name in os.environ)
+
+
+def tell_of_unknown() -> None:
+    """Warn of DELTA_* variables that are none of ours, once a process."""
+    global _TOLD
+    if _TOLD or os.environ.get("LOCAL_RANK", "0") != "0":  # one of several says it
+        return
+    _TOLD = True
+    from delta_runtime.config import told_of_unknown
+
+    if told := told_of_unknown(os.environ):
+        _say(f"delta_runtime: {told}")
 
 
 def resume() -> None:
@@ -63,6 +85,10 @@ def resume() -> None:
     global _PENDING
     if _PENDING and not _DONE:
         _PENDING = False
+        try:
+            tell_of_unknown()
+        except Exception as error:  # rule 1
+            _warn(error)
         _attempt()
 
 
@@ -141,10 +167,29 @@ def _package_is_half_imported() -> bool:
 
 
 def _warn(error: Exception) -> None:
+    if _is_of_a_signal(error):
+        raise error
+    _say(f"delta_runtime stays off: {type(error).__name__}: {error}")
+
+
+def _is_of_a_signal(error: Exception) -> bool:
+    """Whether a signal handler of the program raised it: then it is the program's, whenever it came."""
+    import signal
+
+    handlers = [signal.getsignal(each) for each in signal.valid_signals()]
+    codes = [getattr(getattr(each, "__func__", each), "__code__", None) for each in handlers]
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _say(message: str) -> None:
     import sys
     import warnings
 
-    message = f"delta_runtime stays off: {type(error).__name__}: {error}"
     try:
         # Not the line inside torch that called us: the environment is what is to be changed.
         warnings.warn_explicit(message, RuntimeWarning, "<environment>", 0, module=__name__)

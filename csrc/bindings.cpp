@@ -3,6 +3,7 @@
 // Threads and the GIL: every function here is called with the GIL. Rebuilding runs with the GIL
 // released. The pump takes the GIL at an op boundary, with no lock of ours held.
 #include <c10/core/CPUAllocator.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -27,6 +28,14 @@ PyTypeObject* g_ticket_type = nullptr;
 PyObject* g_inplace_error = nullptr;
 PyObject* g_mismatch_error = nullptr;
 PyObject* g_swap_error = nullptr;
+PyObject* g_budget_error = nullptr;
+
+struct BudgetPassedError : torch::PyTorchError, BudgetPassed {
+  using torch::PyTorchError::PyTorchError;
+  PyObject* python_type() override {
+    return g_budget_error != nullptr ? g_budget_error : PyExc_RuntimeError;
+  }
+};
 
 struct PyTicket {
   PyObject_HEAD Ticket ticket;
@@ -273,10 +282,16 @@ std::function<bool(void*, int64_t)> pinning_of(py::object callable) {
   return [holder](void* begin, int64_t bytes) {
     py::gil_scoped_acquire gil;
     py::error_scope pending;
+    Shield shield;
     try {
       return (*holder)(reinterpret_cast<uintptr_t>(begin), bytes).cast<bool>();
     } catch (py::error_already_set& e) {
-      e.discard_as_unraisable("delta_runtime: pinning host memory failed");
+      if (e.matches(PyExc_Exception)) {
+        e.discard_as_unraisable("delta_runtime: pinning host memory failed");
+      } else {
+        e.restore();
+        raise_later();
+      }
       return false;
     }
   };
@@ -515,6 +530,9 @@ void bind_ticket(py::module_& m) {
 }
 
 }  // namespace
+
+void throw_budget_passed(const std::string& message) { throw BudgetPassedError(message); }
+
 }  // namespace delta
 
 PYBIND11_MODULE(_C, m) {
@@ -532,6 +550,8 @@ PYBIND11_MODULE(_C, m) {
     } catch (const delta::SwapFailedError& e) {
       PyErr_SetString(delta::g_swap_error != nullptr ? delta::g_swap_error : PyExc_RuntimeError,
                       e.what());
+    } catch (delta::BudgetPassedError& e) {
+      PyErr_SetString(e.python_type(), e.what());
     }
   });
   m.doc() = "delta_runtime's extension: observes ops and saved tensors, frees and rebuilds them.";
@@ -587,6 +607,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("live_records", &delta::live_records, "Op records alive in this process.");
   m.def("preallocate", &delta::preallocate, py::call_guard<py::gil_scoped_release>(),
         "Take disk space for the first bytes of a file now; 0 or an errno.");
+  m.def(
+      "set_budget_error", [](py::object type) { delta::g_budget_error = type.release().ptr(); },
+      "The exception of an allocation that would pass the budget, strictly; it takes a message.");
   m.def("set_error_types", [](py::object inplace, py::object mismatch, py::object swap) {
     delta::g_inplace_error = inplace.release().ptr();
     delta::g_mismatch_error = mismatch.release().ptr();

@@ -1,4 +1,5 @@
 #include "cpu_pool.h"
+#include "errors.h"
 
 #include <ATen/Context.h>
 #include <c10/core/CPUAllocator.h>
@@ -173,12 +174,13 @@ class PoolAllocator final : public c10::Allocator {
         g_window_refused.store(live);
         raise_window(live);
         const bool strict = capacity == soft && g_soft_limit_is_hard.load();
-        TORCH_CHECK_WITH(OutOfMemoryError, false,
-                         strict ? "delta_runtime BudgetInfeasible (strict): the budget is used up: "
-                                : "CPU pool out of memory: ",
-                         "tried to allocate ", bytes, " bytes with ", live - bytes,
-                         " bytes live and a ", strict ? "budget" : "capacity", " of ", capacity,
-                         " bytes (delta_runtime.cpu_pool).");
+        const std::string told = c10::str("tried to allocate ", bytes, " bytes with ", live - bytes,
+                                          " bytes live and a ", strict ? "budget" : "capacity",
+                                          " of ", capacity, " bytes (delta_runtime.cpu_pool).");
+        if (strict) {
+          throw_budget_passed(told);
+        }
+        TORCH_CHECK_WITH(OutOfMemoryError, false, "CPU pool out of memory: ", told);
       }
     }
     return live;

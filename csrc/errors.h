@@ -2,6 +2,7 @@
 #pragma once
 
 #include <stdexcept>
+#include <string>
 
 namespace delta {
 
@@ -19,5 +20,13 @@ struct RecomputeMismatchError : std::runtime_error {
 struct SwapFailedError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+
+// Strict: an allocation would pass the budget. What is thrown becomes an exception that is a
+// BudgetInfeasible and a torch.OutOfMemoryError; it is no c10::Error, for torch turns those into
+// types of its own.
+struct BudgetPassed {
+  virtual ~BudgetPassed() = default;
+};
+[[noreturn]] void throw_budget_passed(const std::string& message);
 
 }  // namespace delta

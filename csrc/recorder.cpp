@@ -198,6 +198,15 @@ bool is_training(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs) {
   return !x.isBool() || x.toBool();
 }
 
+bool any_needs_grad(c10::ArrayRef<const c10::IValue> inputs) {
+  bool found = false;
+  for (const auto& x : inputs) {
+    for_each_tensor(x,
+                    [&](const at::Tensor& t, int) { found |= t.defined() && t.requires_grad(); });
+  }
+  return found;
+}
+
 // What surrounds the op that is about to run. Copies generators, which allocates.
 c10::intrusive_ptr<OpRecord> new_record(OpInfo* info, c10::ArrayRef<const c10::IValue> inputs,
                                         c10::Device device) {
@@ -441,6 +450,9 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
   open.active = true;
   open.exceptions = std::uncaught_exceptions();
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
+  if (!taping_ && !in_backward && at::GradMode::is_enabled() && any_needs_grad(inputs)) {
+    taping_ = true;  // a forward: the optimizer that was stepping raised
+  }
   const bool taping = taping_ && (!in_backward || at::GradMode::is_enabled());
   if (in_backward) {
     graph_gone_ |= !torch::autograd::get_current_graph_task_keep_graph();

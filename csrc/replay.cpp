@@ -376,6 +376,8 @@ std::vector<c10::Storage> make(Session& session, OpRecord& op, Plan& plan, doubl
     }
   } catch (const c10::OutOfMemoryError&) {
     holds = decided = false;
+  } catch (const BudgetPassed&) {
+    holds = decided = false;
   } catch (const std::exception&) {
     holds = false;
   }

@@ -1,4 +1,5 @@
 #include "shortcuts.h"
+#include "errors.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Dispatch.h>
@@ -42,6 +43,8 @@ bool once_for(uint64_t kind, const Find& find) {
     verdict = find();
   } catch (const c10::OutOfMemoryError&) {
     return false;  // nothing was shown; another time
+  } catch (const BudgetPassed&) {
+    return false;
   } catch (const std::exception&) {
   }
   std::lock_guard<std::mutex> lock(mutex);

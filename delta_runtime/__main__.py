@@ -134,6 +134,7 @@ def _start_runtime(options: Mapping[str, str | None]) -> None:
         raise DeltaError("There is no budget.", change="Give --budget 10GiB, 50%, or auto.")
     if Config.from_environment() is None:
         return  # --budget off: the script as it is
+    delta_runtime_autoload.tell_of_unknown()
     delta_runtime_autoload.hold()  # errors are told here, not as a warning in the middle of torch
     from delta_runtime.runtime import start_ambient
 
@@ -381,7 +382,8 @@ def _find_environment() -> list[Finding]:
         if variable in os.environ
     ]
     findings += [
-        Finding(variable, "not one of ours: misspelt?") for variable in unknown_variables()
+        Finding(variable, f"not one of ours: {near}?" if near else "not one of ours")
+        for variable, near in unknown_variables().items()
     ]
     try:
         config = Config.from_environment()

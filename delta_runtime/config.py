@@ -9,6 +9,7 @@ device, whether there is such a policy. Imports no torch.
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
@@ -23,6 +24,8 @@ from delta_runtime.core.units import BudgetSpec, BytesSpec, parse_budget, parse_
 VERIFY_MODES = ("always", "first", "off")
 REPORT_MODES = ("off", "summary", "step")
 BUDGET_VARIABLE = "DELTA_BUDGET"
+LEAST_BUDGET_BYTES = 1 << 20
+"""A budget from the environment below this was meant in another unit: no training fits into it."""
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -82,8 +85,10 @@ class Config:
             checked = _CHECKS[field.name](field.name, getattr(self, field.name))
             object.__setattr__(self, field.name, checked)
 
-    def budget_bytes(self, capacity_bytes: int) -> int | None:
+    def budget_bytes(self, capacity_bytes: int | None = None) -> int | None:
         """The budget in bytes on a device of `capacity_bytes`; None stands for ``"auto"``.
+
+        Without a capacity None stands for a share too.
 
         Raises:
             UsageError: the budget is more than the capacity.
@@ -124,20 +129,90 @@ class Config:
         }
         if given.get("budget", "off").lower() == "off":
             return None
+        _check_unit(given["budget"])
         return cls(
             **{"report": "summary"}
             | {name: _CHECKS[name](VARIABLES[name], text) for name, text in given.items()}
         )
 
 
-def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
-    """The variables that begin with ``DELTA_`` but are none of ours: probably misspelt."""
+def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that begin with ``DELTA_`` but are none of ours: probably misspelt.
+
+    Returns:
+        Each with the nearest of ours; with "" where none is near. Those of git-delta, a pager of the
+        same name, are left out.
+    """
     environ = os.environ if environ is None else environ
-    return sorted(
-        name
-        for name in environ
-        if name.startswith("DELTA_") and name not in set(VARIABLES.values())
-    )
+    ours = {variable.removeprefix("DELTA_"): variable for variable in VARIABLES.values()}
+    found = {}
+    for name in sorted(environ):
+        rest = name.removeprefix("DELTA_")
+        if rest in (name, *ours) or rest.startswith(_GIT_DELTA):
+            continue
+        near = difflib.get_close_matches(rest, ours, n=1)
+        found[name] = ours[near[0]] if near else ""
+    return found
+
+
+def told_of_unknown(environ: Mapping[str, str] | None = None) -> str:
+    """What to say of the unknown variables; empty where there is none.
+
+    Without a budget the others have no effect anyway: then only a misspelt budget is told.
+    """
+    environ = os.environ if environ is None else environ
+    has_budget = bool(environ.get(BUDGET_VARIABLE, "").strip())
+    told = [
+        f"there is no variable {name}" + (f"; did you mean {near}?" if near else ".")
+        for name, near in unknown_variables(environ).items()
+        if has_budget or near == BUDGET_VARIABLE
+    ]
+    return " ".join(f"{each[:1].upper()}{each[1:]}" for each in told)
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """Which of the processes this is that a launcher started together.
+
+    Args:
+        rank: its number among all; None where nobody says so.
+        world_size: how many there are.
+        local_rank, local_world_size: the same on this machine.
+    """
+
+    rank: int | None = None
+    world_size: int = 1
+    local_rank: int | None = None
+    local_world_size: int = 1
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launched:
+        """As torchrun and the launchers that follow it say, or Open MPI's."""
+        environ = os.environ if environ is None else environ
+
+        def number(*names: str) -> int | None:
+            texts = (environ.get(name, "") for name in names)
+            return next((int(text) for text in texts if text.strip().isdigit()), None)
+
+        mpi = "OMPI_COMM_WORLD_"
+        world_size = max(1, number("WORLD_SIZE", f"{mpi}SIZE") or 1)
+        return cls(
+            rank=number("RANK", f"{mpi}RANK"),
+            world_size=world_size,
+            local_rank=number("LOCAL_RANK", f"{mpi}LOCAL_RANK"),
+            local_world_size=max(1, number("LOCAL_WORLD_SIZE", f"{mpi}LOCAL_SIZE") or 1),
+        )
+
+    def text(self) -> str:
+        """Its rank and its process id; empty where it is the only one."""
+        if self.rank is None or self.world_size <= 1:
+            return ""
+        here = (
+            f" ({self.local_rank} of {self.local_world_size} on this machine)"
+            if self.local_rank is not None and 1 < self.local_world_size < self.world_size
+            else ""
+        )
+        return f"rank {self.rank} of {self.world_size}{here}, process {os.getpid()}"
 
 
 def check_requested(environ: Mapping[str, str] | None = None) -> bool:
@@ -168,6 +243,26 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
     }
 )
 """The environment variable of each field that has one."""
+
+
+_GIT_DELTA = ("FEATURES", "PAGER", "NAVIGATE", "EXPERIMENTAL_")
+
+
+def _check_unit(text: str) -> None:
+    """Refuses a budget that cannot have been meant."""
+    budget_bytes = parse_budget(text, name=BUDGET_VARIABLE)
+    if budget_bytes is None or budget_bytes >= LEAST_BUDGET_BYTES:
+        return
+    number = re.match(r"\s*[\d._]*", text)
+    digits = number[0].strip() if number else ""
+    meant = f'"{digits}GiB"' if float(digits or 0) < 1024 else f'"{digits}MiB"'
+    if float(digits or 0) <= 100:
+        meant += f' or "{digits}%"'
+    raise UsageError(
+        f"{BUDGET_VARIABLE}: {budget_bytes:,} bytes are too few for any training.",
+        asked=repr(text),
+        change=f"Did you mean {meant}?",
+    )
 
 
 # --- one check per field: takes the name to blame and the value, returns it in its own type -------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
-from delta_runtime.config import Config
+from delta_runtime.config import Config, Launched
 from delta_runtime.core.cgroup import cgroup_limit_bytes
 from delta_runtime.core.errors import UsageError
 from delta_runtime.extension import _C
@@ -39,6 +39,9 @@ def resolve_device(name: str | None) -> torch.device:
 def resolve_budget(config: Config, device: torch.device) -> int:
     """The budget in bytes on this device.
 
+    Processes that a launcher started together on one machine share its RAM: on the CPU "auto" and
+    shares are of one process's part of it.
+
     Raises:
         UsageError: more than the device has.
     """
@@ -47,8 +50,10 @@ def resolve_budget(config: Config, device: torch.device) -> int:
         held_bytes = _C.cpu_pool.live_bytes()
         memory = psutil.virtual_memory()
         total_bytes = min(memory.total, cgroup_limit_bytes() or memory.total)
-        capacity_bytes = pool_bytes or total_bytes
-        free_bytes = min(memory.available + _C.cpu_pool.idle_bytes(), total_bytes)
+        processes = Launched.from_environment().local_world_size
+        shared = config.budget_bytes() is None  # else it is in bytes, and anybody's own business
+        capacity_bytes = pool_bytes or total_bytes // (processes if shared else 1)
+        free_bytes = min(memory.available + _C.cpu_pool.idle_bytes(), total_bytes) // processes
     else:
         pool_bytes = 0
         held_bytes = torch.accelerator.memory_allocated(device)

@@ -6,11 +6,19 @@ memory gets tight while no plan is followed.
 
 Note: steps and their boundaries
   1. Inside `runtime.step()` the step is the block. While the runtime is only entered, a step ends
-     when something runs after backward, and a new one begins after an optimizer stepped.
+     when something runs after backward, and a new one begins after an optimizer stepped. A backward
+     that keeps its graph (retain_graph, create_graph) ends nothing: another one of the step follows.
   2. An optimizer's step is observed but not taped: it holds nothing evictable. Where something is
      still dropped when it begins, the weights that recipes read get a copy before they change.
   3. A step whose forward has been seen before follows the plan made from it; otherwise the policy's
      filter decides online.
+
+Note: interrupts
+  1. What is `shielded` is not interrupted by signal handlers, from before its first line to behind its
+     last: `with` calls __enter__ and __exit__ in C, with no moment in between. So entering and leaving
+     are done whole, and a handler's exception comes up in the program, outside of them.
+  2. Other exceptions may come up anywhere (MemoryError, a warning that is an error): entering is
+     undone, and leaving goes on to its end. Each of the two is idempotent.
 """
 
 from __future__ import annotations
@@ -22,7 +30,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -38,12 +45,13 @@ from torch.optim.optimizer import (
 from delta_runtime import python_random, raw_access, saved_objects
 from delta_runtime.act.pinning import pinning
 from delta_runtime.act.tiers import open_tiers
-from delta_runtime.config import Config, check_requested
+from delta_runtime.config import Config, Launched, check_requested
 from delta_runtime.core.errors import BudgetInfeasible, DeltaError, UsageError
 from delta_runtime.core.graph import StepGraph
 from delta_runtime.core.interrupts import Interrupted
 from delta_runtime.core.model import Bounds, Distance, PublishQueue, Residency
 from delta_runtime.core.units import BudgetSpec, BytesSpec, format_bytes
+from delta_runtime.core.warn import warn
 from delta_runtime.decide.director import Links
 from delta_runtime.decide.known_steps import KnownSteps, StepCost
 from delta_runtime.decide.ledger import Ledger, LedgerError
@@ -497,8 +505,12 @@ class Runtime:
             if self.device.type == "cpu"
             else counters["boundary_peak_bytes"]
         )
-        now = StepTotals.from_counters(
-            counters, peak_bytes=step_peak_bytes, steps=self._totals.steps + 1
+        over = bool(self.policy.evicts_to) and step_peak_bytes > self.budget_bytes
+        now = replace(
+            StepTotals.from_counters(
+                counters, peak_bytes=step_peak_bytes, steps=self._totals.steps + 1
+            ),
+            over_budget_steps=self._totals.over_budget_steps + over,
         )
         self._last = now.since(self._mark)
         self._mark = now
@@ -521,7 +533,14 @@ class Runtime:
             self._trace.add_step(np.frombuffer(self._session.drain_trace(), dtype=TRACE_DTYPE))
         self._step_events.clear()
         if self.config.report == "step":
-            logger.info("%s", self.report().one_line())
+            self._tell(self.report().one_line())
+
+    def _tell(self, line: str) -> None:
+        """To the log; to stderr where nothing is set up that would show it."""
+        if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
+            logger.info("%s", line)
+        else:
+            sys.stderr.write(f"delta_runtime: {line}\n")
 
     def _learn(self, seconds: float) -> None:
         """Takes the step in, with its record if there is one, and tells the extension what comes of it."""
@@ -589,12 +608,10 @@ class Runtime:
                     f". It cannot be met, and {format_bytes(self._kept_bytes)} is kept to from now on: "
                     "less would make each step half as long again"
                 ]
-            warnings.warn(
+            warn(
                 f"delta_runtime: the budget of {format_bytes(self.budget_bytes)} was passed: peak "
                 f"{format_bytes(peak_bytes)}. {''.join(numbers)}. "
                 "runtime.report() says more; strict=True makes this an error.",
-                RuntimeWarning,
-                stacklevel=3,
             )
 
     def _bounds(self) -> Bounds:
@@ -612,11 +629,9 @@ class Runtime:
         )
         if totals.failed_writes and "writing" not in self._warned_failed:
             self._warned_failed.add("writing")
-            warnings.warn(
+            warn(
                 f"delta_runtime: copying to {where} failed: {os.strerror(totals.write_error)}. What was "
                 "not copied stayed or was recomputed; no more is swapped there.",
-                RuntimeWarning,
-                stacklevel=3,
             )
         if totals.failed_reads and "reading" not in self._warned_failed:
             self._warned_failed.add("reading")
@@ -625,10 +640,8 @@ class Runtime:
                 if totals.lost_pages
                 else "What could not be read was recomputed."
             )
-            warnings.warn(
+            warn(
                 f"delta_runtime: copying from {where} failed: {os.strerror(totals.read_error)}. {what}",
-                RuntimeWarning,
-                stacklevel=3,
             )
 
     def _infeasible(self) -> BudgetInfeasible:
@@ -717,6 +730,7 @@ class Runtime:
             bounds=self._bounds(),
             kept_bytes=self._kept_bytes if self._kept_bytes > self.budget_bytes else 0,
             tiers=self._tier_uses(),
+            process=_launched().text(),
         )
 
     def _tier_uses(self) -> tuple[TierUse, ...]:
@@ -776,6 +790,33 @@ class _Step(contextlib.ContextDecorator):
         trace: TracebackType | None,
     ) -> None:
         self._runtime._leave_step(error)
+
+
+class BudgetInfeasibleInOp(BudgetInfeasible, torch.OutOfMemoryError):
+    """A strict budget cannot be met, found out in the middle of an op.
+
+    It is an OutOfMemoryError too, so that what takes smaller batches when memory runs out does so.
+
+    Args:
+        message: what was asked of the allocator.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        if _entered is None:  # left since then
+            BudgetInfeasible.__init__(self, 0, 0, details=message)
+            return
+        told = _entered._infeasible()
+        BudgetInfeasible.__init__(
+            self,
+            told.asked_bytes,
+            told.lower_bound_bytes,
+            told.lower_bound_op,
+            told.least_budget_bytes,
+            f"{message} {told.details}".strip(),
+        )
+
+
+_C.set_budget_error(BudgetInfeasibleInOp)
 
 
 # ---------------------------------------------------------------------- module functions
@@ -854,6 +895,15 @@ class _disable_saved_tensors_hooks(contextlib.ContextDecorator):  # noqa: N801  
         self._stack.__exit__(*raised)
 
 
+def _launched() -> Launched:
+    """Which of several processes this is; torch.distributed knows it also where the environment does not."""
+    launched = Launched.from_environment()
+    group = torch.distributed
+    if launched.rank is None and group.is_available() and group.is_initialized():
+        return Launched(rank=group.get_rank(), world_size=group.get_world_size())
+    return launched
+
+
 @shielded
 def start_ambient() -> Runtime | None:
     """Start the runtime that the environment asks for; called when torch has been imported.
@@ -871,12 +921,14 @@ def start_ambient() -> Runtime | None:
         return _entered
     runtime = Runtime.from_config(config)
     runtime._enter()
-    atexit.register(_finish_ambient, runtime)
+    atexit.register(_finish_ambient, runtime, os.getpid())
     return runtime
 
 
 @shielded
-def _finish_ambient(runtime: Runtime) -> None:
+def _finish_ambient(runtime: Runtime, process: int) -> None:
+    if os.getpid() != process:  # a forked child: what is to be told is the parent's to tell
+        return
     runtime.close()
     if runtime.config.report != "off" and runtime._totals.steps:
         sys.stderr.write(f"{runtime.report()}\n")

@@ -160,4 +160,6 @@ def test_check_and_misspelt_variables():
     assert check_requested({"DELTA_CHECK": "1"})
     with pytest.raises(UsageError, match="^DELTA_CHECK: "):
         check_requested({"DELTA_CHECK": "very"})
-    assert unknown_variables({"DELTA_BUDGET": "1", "DELTA_BUGDET": "1"}) == ["DELTA_BUGDET"]
+    assert unknown_variables({"DELTA_BUDGET": "1", "DELTA_BUGDET": "1"}) == {
+        "DELTA_BUGDET": "DELTA_BUDGET"
+    }

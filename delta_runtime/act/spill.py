@@ -15,7 +15,6 @@ import re
 import secrets
 import tempfile
 import time
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +22,7 @@ import psutil
 
 from delta_runtime.core.errors import UsageError
 from delta_runtime.core.units import format_bytes
+from delta_runtime.core.warn import warn
 from delta_runtime.extension import _C
 
 _SHARE_OF_FREE = 0.5
@@ -69,11 +69,9 @@ def open_spill_file(directory: str | None, budget_bytes: int | None) -> SpillFil
         )
     _remove_stale(where)
     if file_system(where) in _MEMORY_FILE_SYSTEMS:
-        warnings.warn(
+        warn(
             f"delta_runtime: {where} lies in memory, not on a disk: what is swapped there takes RAM "
-            "that no budget counts. Name another spill_dir.",
-            RuntimeWarning,
-            stacklevel=2,
+            "that no budget counts. Name another spill_dir."
         )
     try:
         descriptor = _open_without_name(where)

@@ -1,24 +1,23 @@
 """The report of a step: where the memory went, what was evicted, what it cost, what stood in the way.
 
-Counts come from the extension; peaks are the allocator's own. Rendering is rich's.
+Counts come from the extension; peaks are the allocator's own. Rendering is rich's, which draws from
+Python's random generator, already when it is imported: it is imported late, and the generator put back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_before = random.getstate()
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
+from delta_runtime.core.model import Bounds
+from delta_runtime.core.units import format_bytes, format_seconds
 
-random.setstate(_before)  # rich draws while it is imported; the program's numbers are its own
-
-from delta_runtime.core.model import Bounds  # noqa: E402
-from delta_runtime.core.units import format_bytes, format_seconds  # noqa: E402
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _REASONS = {
     "source": "inputs, parameters, buffers",
@@ -30,6 +29,15 @@ _REASONS = {
 }
 
 
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
 @dataclass(frozen=True, slots=True)
 class StepTotals:
     """Counts of one step, or of all of them.
@@ -37,6 +45,7 @@ class StepTotals:
     Args:
         steps: steps counted.
         peak_bytes: the allocator's highest live bytes.
+        over_budget_steps: steps of which it passed the budget.
         packs, unpacks: saved tensors packed and unpacked.
         managed_unpacks: of the latter, those of storages that may be evicted.
         packed_bytes: bytes of managed storages.
@@ -73,6 +82,7 @@ class StepTotals:
 
     steps: int = 0
     peak_bytes: int = 0
+    over_budget_steps: int = 0
     ops: int = 0
     packs: int = 0
     unpacks: int = 0
@@ -209,6 +219,7 @@ class StepReport:
         bounds: lower bound and least budget of the steps that were recorded.
         kept_bytes: the peak that is kept to because the budget cannot be met; 0 where it is not given up.
         tiers: what became of each tier below the device, nearest first.
+        process: which of several this is, beginning with its rank; empty where there is one only.
     """
 
     budget_bytes: int
@@ -221,6 +232,7 @@ class StepReport:
     bounds: Bounds = field(default_factory=lambda: Bounds(0, "", 0))
     kept_bytes: int = 0
     tiers: tuple[TierUse, ...] = ()
+    process: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain dicts and numbers."""
@@ -232,46 +244,54 @@ class StepReport:
         return max(0, self.totals.peak_bytes - self.budget_bytes) if self.budget_bytes else 0
 
     def verdict(self) -> str:
-        """One sentence: what was saved, or why nothing was."""
-        last = self.last
-        if self.totals.steps == 0:
+        """One sentence on all steps: what was saved, or why nothing was."""
+        totals = self.totals
+        several = totals.steps > 1
+        if totals.steps == 0:
             return "No step with saved tensors has run inside the runtime yet."
         if self.budget_bytes == 0:
             return "The policy evicts nothing; the step was only observed."
         if self.overshoot_bytes:
             held = (
-                f"; {format_bytes(last.exposed_bytes)} of saved tensors were held by code outside autograd"
-                if last.exposed_bytes
+                f"; {format_bytes(totals.exposed_bytes)} of saved tensors were held by code outside autograd"
+                if totals.exposed_bytes
                 else ""
             )
-            return f"The budget was passed by {format_bytes(self.overshoot_bytes)}: {self._needs()}{held}."
-        done = []
-        if last.drops:
-            done.append(
-                f"Freed {format_bytes(last.dropped_bytes)} in {last.drops} storages and recomputed "
-                f"{format_bytes(last.rebuilt_bytes)} of it in {format_seconds(last.rebuild_s)}."
+            most = "up to " if several else ""
+            when = f" in {totals.over_budget_steps:,} of {totals.steps:,} steps" if several else ""
+            return (
+                f"The budget was passed by {most}{format_bytes(self.overshoot_bytes)}{when}: "
+                f"{self._needs()}{held}."
             )
-        if last.swap_outs:
+        over = f", over {totals.steps:,} steps" if several else ""
+        done = []
+        if totals.drops:
             done.append(
-                f"Swapped {format_bytes(last.swapped_out_bytes)} in {last.swap_outs} storages out and "
-                f"{format_bytes(last.swapped_in_bytes)} in, waiting "
-                f"{format_seconds(last.out_stall_s + last.in_stall_s)} for the lanes."
+                f"Freed {format_bytes(totals.dropped_bytes)} in {totals.drops:,} storages and recomputed "
+                f"{format_bytes(totals.rebuilt_bytes)} of it in {format_seconds(totals.rebuild_s)}{over}."
+            )
+        if totals.swap_outs:
+            done.append(
+                f"Swapped {format_bytes(totals.swapped_out_bytes)} in {totals.swap_outs:,} storages out and "
+                f"{format_bytes(totals.swapped_in_bytes)} in, waiting "
+                f"{format_seconds(totals.out_stall_s + totals.in_stall_s)} for the lanes{over}."
             )
         if done:
             return " ".join(done)
-        if last.shortfalls:
+        if totals.shortfalls:
             return f"Nothing could be evicted when room was needed: {self._needs()}."
-        if last.packed_bytes == 0:
-            kept = {name: size for name, size in last.kept_bytes.items() if size}
+        if totals.packed_bytes == 0:
+            kept = {name: size for name, size in totals.kept_bytes.items() if size}
             if not kept:
                 return "Nothing was evicted: autograd saved nothing that the runtime could see."
             worst = max(kept, key=lambda name: kept[name])
             return (
                 f"Nothing could be evicted: all that was saved is kept, most of it "
-                f"({format_bytes(kept[worst])}) because it is {_REASONS[worst]}."
+                f"({format_bytes(kept[worst])}{over}) because it is {_REASONS[worst]}."
             )
+        peak = f"the highest peak of {totals.steps:,} steps," if several else "the step's peak of"
         return (
-            f"Nothing had to be evicted: the step's peak of {format_bytes(last.peak_bytes)} "
+            f"Nothing had to be evicted: {peak} {format_bytes(totals.peak_bytes)}{',' * several} "
             "fits the budget."
         )
 
@@ -290,8 +310,9 @@ class StepReport:
 
     def one_line(self) -> str:
         """One line for a log."""
+        rank = f"{self.process.split(',')[0]}, " if self.process else ""
         return (
-            f"step {self.totals.steps}: peak {format_bytes(self.last.peak_bytes)} of "
+            f"{rank}step {self.totals.steps}: peak {format_bytes(self.last.peak_bytes)} of "
             f"{format_bytes(self.budget_bytes)}, dropped {format_bytes(self.last.dropped_bytes)}, "
             f"recompute {format_seconds(self.last.rebuild_s)}, rescues {self.last.rescues}"
         )
@@ -326,7 +347,15 @@ class StepReport:
             table.add_row(f"{tier.name}, at the most", "", tier.text())
 
     def __str__(self) -> str:
-        table = Table(title=f"delta_runtime: policy {self.policy} on {self.device}")
+        with _random_state_kept():
+            return f"{self._table()}{self.verdict()}"
+
+    def _table(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+
+        process = f", {self.process}" if self.process else ""
+        table = Table(title=f"delta_runtime: policy {self.policy} on {self.device}{process}")
         table.add_column("")
         table.add_column("last step", justify="right")
         table.add_column(f"{self.totals.steps} steps", justify="right")
@@ -386,4 +415,4 @@ class StepReport:
             table.add_row("kept to instead of the budget", "", format_bytes(self.kept_bytes))
         out = io.StringIO()
         Console(file=out, width=100, force_terminal=False).print(table)
-        return f"{out.getvalue()}{self.verdict()}"
+        return out.getvalue()
