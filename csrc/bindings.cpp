@@ -11,6 +11,7 @@
 #include <new>
 
 #include "cpu_pool.h"
+#include "data_setter.h"
 #include "errors.h"
 #include "observer.h"
 #include "python_random.h"
@@ -607,6 +608,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("live_records", &delta::live_records, "Op records alive in this process.");
   m.def("preallocate", &delta::preallocate, py::call_guard<py::gil_scoped_release>(),
         "Take disk space for the first bytes of a file now; 0 or an errno.");
+  m.def(
+      "watch_data_setter", [] { delta::watch_data_setter(); },
+      "Keep saved tensors that are pointed to other memory by `tensor.data = other`. Idempotent.");
+  m.def(
+      "release_repointed", [] { delta::release_repointed(); },
+      "Let go of those of them that no backward waits for.");
   m.def(
       "set_budget_error", [](py::object type) { delta::g_budget_error = type.release().ptr(); },
       "The exception of an allocation that would pass the budget, strictly; it takes a message.");

@@ -311,7 +311,7 @@ void Session::release(Ticket& ticket) {
       page->arrival.reset();
       emit(EventKind::Released, page.get(), page->bytes, 0, key_of(*page->current));
       managed_.erase(page->id);
-      last = managed_.empty() && !entered_;
+      last = managed_.empty() && (!entered_ || phase_ == Phase::Backward);
       if (without_content) {
         pages_.erase(page->strong.unsafeGetStorageImpl());
         if (page->current->home == page.get()) {
@@ -329,8 +329,10 @@ void Session::release(Ticket& ticket) {
     page.reset();
   }
   if (last) {
-    forget_past();  // no step will come to let the anchors go
-    end_watch();
+    forget_past();  // before the next step would, if one comes at all
+    if (!entered_) {
+      end_watch();
+    }
   }
 }
 

@@ -358,6 +358,7 @@ class Runtime:
         self._session.enter()
         raw_access.listen(self._session)
         saved_objects.install()
+        _C.watch_data_setter()
         if self.device.type == "cpu":
             _C.cpu_pool.set_soft_limit_is_hard(self.config.strict)
         for pair in (self._hooks, *above):
@@ -477,6 +478,7 @@ class Runtime:
         self._begin_step()
 
     def _begin_step(self) -> None:
+        _C.release_repointed()
         self._session.set_taping(True)  # an optimizer that raised has left it off
         missed = self._last is not None and self._last.plan_misses > 0
         went_on = self._last is not None and self._last.managed_unpacks > 0

@@ -173,6 +173,16 @@ def _training(
 tails = pytest.mark.parametrize("tail", ["long", "short"])
 
 
+def with_its_limits(*arguments: Any) -> Any:
+    """Parameters; of an op that has a state of its own, some that are known to fail.
+
+    To see whether an op repeats it is run once more, and a state that neither torch, numpy nor Python knows moves.
+    """
+    unknown = any(kind in arguments for kind in ("own numpy", "own torch", "calls"))
+    marks = [pytest.mark.xfail(reason="a state that nobody knows moves")] if unknown else []
+    return pytest.param(*arguments, marks=marks)
+
+
 @pytest.mark.parametrize(
     ("way", "kind", "tail"),
     [
@@ -201,13 +211,11 @@ def test_an_op_that_turns_to_the_generator_of_torch(mode: str, tail: str) -> Non
     check(_training(lambda h, on: use(h, "torch", on), 3, tail), mode, steps=6)
 
 
-@pytest.mark.xfail(
-    reason="comparing an op once means running it once more, and a state of its own that nobody knows moves"
-)
 @tails
 @pytest.mark.parametrize(
     ("mode", "kind"),
-    [*(("drop_all", kind) for kind in KINDS), ("random", "numpy"), ("mix", "calls")],
+    [*(with_its_limits("drop_all", kind) for kind in KINDS), ("random", "numpy")]
+    + [with_its_limits("mix", "calls")],
 )
 def test_an_op_that_is_random_from_the_beginning(mode: str, kind: str, tail: str) -> None:
     """Running it once more to see whether it repeats must leave no trace in any state, torch's or not."""
@@ -251,11 +259,11 @@ def _only_a_pair(h: Tensor, kind: str, on: bool) -> Tensor:
     return a + b
 
 
-@pytest.mark.xfail(
-    reason="comparing an op once means running it once more, and a state of its own that nobody knows moves"
+@pytest.mark.parametrize(
+    ("kind", "turns_at"),
+    [("numpy", 0), ("numpy", 3), ("torch", 0), ("torch", 3), ("calls", 3)]
+    + [with_its_limits("calls", 0)],
 )
-@pytest.mark.parametrize("turns_at", [0, 3])
-@pytest.mark.parametrize("kind", ["numpy", "calls", "torch"])
 @pytest.mark.parametrize(
     ("use", "tail"),
     [(_in_place, "short"), (_one_of_a_pair, "long"), (_only_a_pair, "short"), (_by_hand, "short")],
@@ -270,9 +278,6 @@ def test_other_forms_of_ops(use: Any, tail: str, kind: str, turns_at: int) -> No
     )
 
 
-@pytest.mark.xfail(
-    reason="comparing an op once means running it once more, and a state of its own that nobody knows moves"
-)
 @tails
 def test_an_op_that_repeats_is_dropped(tail: str) -> None:
     """Keeping whatever is not aten would be right, too, and of no use to anybody."""
@@ -283,7 +288,9 @@ def test_an_op_that_repeats_is_dropped(tail: str) -> None:
             World.runs = 0
             step(k)
             before, run_in_forward = run_in_forward, World.runs
-    assert before == run_in_forward == 2, "the op is not run again to make its result again"
+    # Once in forward, and at least once for what reads its result in backward.
+    assert before == run_in_forward, "the op is run more often from step to step"
+    assert run_in_forward >= 2, "the op is not run again to make its result again"
 
 
 @modes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -24,6 +25,7 @@ from tests.faults.harness import (
     taken,
 )
 from tests.support.fixtures import one_thread  # noqa: F401
+from tests.support.managed import managed
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore")]
 
@@ -356,6 +358,26 @@ def of_intermediate(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """The node of the op that reads it holds the tensor."""
     y = (x * w) * 1.0
     return y, y.sin()
+
+
+def test_a_tensor_that_is_pointed_elsewhere_lives_as_long_as_backward_needs_it() -> None:
+    """Autograd alone would hold it, and find its new memory; the program does not."""
+    w, x = leaf(N, N), constant(N, N)
+    with managed("drop_all"):
+        for _ in range(3):
+            w.grad = None
+            table = x.clone()
+            loss = (table * w).sum()
+            table.data = x * 0.5
+            gone = weakref.ref(table)
+            del table
+            loss.backward()
+            assert torch.equal(w.grad, x * 0.5)
+            del loss
+            boundary()
+        (w * 1.0).sum().backward()
+        boundary()
+        assert gone() is None, "it is held for ever"
 
 
 @pytest.mark.parametrize("use", [of_data, of_parameter, of_result, of_intermediate])

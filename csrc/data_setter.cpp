@@ -1,0 +1,78 @@
+// Note: how the assignment is seen
+//   `tensor.data = other` runs no op and moves no version. It is the setter of a property of
+//   torch._C.TensorBase, whose table of functions is PyTorch's own; its entry is exchanged for one
+//   that calls PyTorch's. Reading `tensor.data` is not touched, nor is any class in Python.
+#include "data_setter.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace delta {
+namespace {
+
+setter g_setter = nullptr;
+
+// With the GIL. Never freed: tensors must not die with static objects.
+std::vector<at::Tensor>& repointed() {
+  static auto* tensors = new std::vector<at::Tensor>();
+  return *tensors;
+}
+
+// All strong references together count as one weak one; tickets hold the others.
+bool is_known_by_a_ticket(const at::Tensor& t) { return t.weak_use_count() > 1; }
+
+int set_data(PyObject* self, PyObject* value, void* closure) {
+  const int result = g_setter(self, value, closure);
+  if (result != 0 || !THPVariable_Check(self)) {
+    return result;
+  }
+  const at::Tensor& t = THPVariable_Unpack(self);
+  if (!t.defined() || !is_known_by_a_ticket(t)) {
+    return result;
+  }
+  release_repointed();
+  auto& held = repointed();
+  const auto same = [&](const at::Tensor& other) { return other.is_same(t); };
+  if (std::none_of(held.begin(), held.end(), same)) {
+    held.push_back(t);
+  }
+  return result;
+}
+
+}  // namespace
+
+void watch_data_setter() {
+  if (g_setter != nullptr) {
+    return;
+  }
+  PyObject* descriptor = PyObject_GetAttrString(THPVariableClass, "data");
+  if (descriptor == nullptr) {
+    PyErr_Clear();
+    return;
+  }
+  if (Py_IS_TYPE(descriptor, &PyGetSetDescr_Type)) {
+    PyGetSetDef* entry = reinterpret_cast<PyGetSetDescrObject*>(descriptor)->d_getset;
+    if (entry->set != nullptr) {
+      g_setter = entry->set;
+      entry->set = set_data;
+    }
+  }
+  Py_DECREF(descriptor);
+}
+
+void release_repointed() {
+  auto& held = repointed();
+  std::vector<at::Tensor> gone;  // they die behind the loop: Python code may run then
+  for (auto it = held.begin(); it != held.end();) {
+    if (is_known_by_a_ticket(*it)) {
+      ++it;
+    } else {
+      gone.push_back(std::move(*it));
+      it = held.erase(it);
+    }
+  }
+}
+
+}  // namespace delta
