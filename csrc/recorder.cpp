@@ -255,6 +255,13 @@ class Taper {
       }
     }
     open_.depth = depth_ + 1;
+    for (Page* page : small_of_others_) {
+      if (page->bytes * kWorthACopy <= largest_) {
+        to_clone_.push_back(page->current);  // a copy now is cheaper than an error later
+      } else {
+        page->tainted = true;  // a copy would take what recomputing from it gives
+      }
+    }
   }
 
  private:
@@ -320,7 +327,9 @@ class Taper {
     Value& value = *page->current;
     if (page->unguarded && value.watched && !value.producer && !value.anchor &&
         page->bytes <= kMostCopiedBytes) {
-      to_clone_.push_back(page->current);  // a copy now is cheaper than an error later
+      small_of_others_.push_back(page);
+    } else {
+      largest_ = std::max(largest_, page->bytes);
     }
     if (reads && page->tickets == 0) {
       depth_ = std::max(depth_, value.depth);
@@ -374,6 +383,8 @@ class Taper {
   OpRecord& record_;
   bool side_writes_hold_;
   ToClone& to_clone_;
+  c10::SmallVector<Page*, 2> small_of_others_;  // sources that others can write to
+  int64_t largest_ = 0;                         // of the op's other inputs, bytes
   int32_t depth_ = 0;
 };
 

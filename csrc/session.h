@@ -202,8 +202,10 @@ constexpr size_t kMostEvents = 1 << 16;  // that pile up before they are drained
 // if others can write to them.
 constexpr int64_t kMostWatchedBytes = int64_t{1} << 30;
 
-// Smaller sources that others can write to are copied when an op reads them.
+// Smaller sources that others can write to are copied when an op reads them, if they are so many
+// times smaller than another input; else nothing is recomputed from them.
 constexpr int64_t kMostCopiedBytes = 256 * 1024;
+constexpr int64_t kWorthACopy = 8;
 
 constexpr size_t kMostTraceRows = 1 << 20;  // of one step
 

@@ -325,7 +325,7 @@ def test_foreign_write_that_was_announced() -> None:
     import delta_runtime as delta
 
     def body() -> Tensor:
-        w = leaf(64)
+        w = leaf(64, 64)
 
         def forward() -> Tensor:
             buffer = torch.zeros(64)

@@ -130,7 +130,6 @@ def _live_after_steps(
     return found
 
 
-@pytest.mark.xfail(reason="what is hard to trust still costs memory: arrays, ops that write")
 @pytest.mark.parametrize("policy", ["auto", "stress_drop_all"])
 @pytest.mark.parametrize("entered", [True, False], ids=["entered", "per_step"])
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda f: f.__name__)
@@ -144,7 +143,6 @@ def test_training_is_flat(layer: Layer, entered: bool, policy: str) -> None:
     assert max(live[3:]) < (depth // 2 + 2) * BLOCK_BYTES, "a step leaves its activations behind"
 
 
-@pytest.mark.xfail(reason="what is hard to trust still costs memory: arrays, ops that write")
 @pytest.mark.parametrize(
     "layer", [custom, custom_in_place, from_numpy, from_dlpack, plain], ids=lambda f: f.__name__
 )
