@@ -127,7 +127,7 @@ class PoolAllocator final : public c10::Allocator {
 
   static void* from_malloc(size_t n) {
     // malloc rounds up; what is really taken is counted, so the most that it can be is reserved.
-    const int64_t bytes = static_cast<int64_t>(n) + (n >= 65536 ? 4096 + 64 : 128);
+    const int64_t bytes = static_cast<int64_t>(n) + most_rounding_bytes(static_cast<int64_t>(n));
     reserve(bytes);
     void* block = nullptr;
     try {

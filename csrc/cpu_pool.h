@@ -22,6 +22,9 @@ struct Limits {
   int64_t capacity_bytes = 0;    // 0: none. Above it the allocation raises OutOfMemoryError.
 };
 
+// malloc rounds up: the most that it takes beyond what is asked. So much more has to be free.
+constexpr int64_t most_rounding_bytes(int64_t bytes) { return bytes >= 65536 ? 4096 + 64 : 128; }
+
 void install();  // idempotent
 bool installed();
 

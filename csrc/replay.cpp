@@ -549,10 +549,13 @@ void install(Session& session, Page& page, const c10::Storage& storage, double s
 // There is no room for an op of the plan, and some of what it starts from could be dropped.
 struct ShortOfRoom {};
 
-// What the op will ask for beside what is there: its watermark, and copies of what it writes in
-// place.
+// What the op will ask for beside what is there: its watermark, copies of what it writes in place,
+// and what the pool reserves for rounding, since that can be refused too.
 int64_t room_for(const OpRecord& op) {
   int64_t bytes = op.watermark_bytes;
+  for (const auto& out : op.outputs) {
+    bytes += op.device.is_cpu() ? cpu_pool::most_rounding_bytes(out.bytes) : 0;
+  }
   for (const auto& ref : op.inputs) {
     bytes += ref.write == Write::InPlace ? ref.value->bytes : 0;
   }
