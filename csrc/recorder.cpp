@@ -826,7 +826,8 @@ c10::intrusive_ptr<Value> Session::new_value(OpenOp& open, bool unknown, int64_t
   value->output = static_cast<int32_t>(outputs.size());
   outputs.push_back({value.get(), bytes, static_cast<int16_t>(position), index, is_argument});
   if (open.log_index >= 0) {
-    log_outputs_.push_back({value->key, bytes});
+    const bool repeats = open.record->repeats && open.record->info->unrepeatable_return != position;
+    log_outputs_.push_back({value->key, bytes, repeats ? 1 : 0});
   }
   return value;
 }
@@ -958,7 +959,7 @@ Page* Session::take_saved_clone(OpenOp& open, const Ticket& ticket) {
     log_inputs(row, *clone);
     row.first_output = static_cast<int32_t>(log_outputs_.size());
     row.n_outputs = 1;
-    log_outputs_.push_back({value->key, bytes});
+    log_outputs_.push_back({value->key, bytes, 1});
     log_ops_.push_back(row);
   }
   auto page = c10::make_intrusive<Page>(storage.getWeakStorageImpl());

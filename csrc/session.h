@@ -122,7 +122,9 @@ static_assert(sizeof(LoggedOp) == 88, "the Python side reads logged ops as 88-by
 struct LoggedValue {
   int64_t key;
   int64_t bytes;
+  int64_t repeats;  // 0: a workspace, say; it cannot be made again
 };
+static_assert(sizeof(LoggedValue) == 24, "the Python side reads logged values as 24-byte rows");
 
 constexpr int8_t kStays = -1;  // not to leave, by the plan
 

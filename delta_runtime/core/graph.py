@@ -43,6 +43,7 @@ class StepGraph:
         value_op: op that made each value.
         value_bytes: bytes of the storage of each value.
         value_fingerprint: of the forward up to and with the op that made it.
+        value_repeats: whether its op makes it again bit for bit; a workspace, say, it does not.
         saved: values that autograd saved, in order of their first save.
         saved_at: tick of the first save of each of `saved`.
         alone_at: tick from which nobody but the runtime held its storage; past the end where
@@ -68,6 +69,7 @@ class StepGraph:
     value_op: Ints
     value_bytes: Ints
     value_fingerprint: Words
+    value_repeats: npt.NDArray[np.bool_]
     saved: Ints
     saved_at: Ints
     alone_at: Ints
@@ -168,6 +170,7 @@ _COLUMN_TYPES: Mapping[str, Any] = {
     "value_op": np.int64,
     "value_bytes": np.int64,
     "value_fingerprint": np.uint64,
+    "value_repeats": np.bool_,
     "saved": np.int64,
     "saved_at": np.int64,
     "alone_at": np.int64,

@@ -35,13 +35,16 @@ def bounds_of(graph: StepGraph, *, drops: bool = True) -> Bounds:
     cover = Cover(graph, 0, recipes_of(graph))
     away = _Away(cover)
     lower, op = _lower_bound(graph, away)
-    least = _least_budget(cover, away, cover.droppable, drops=drops)
+    movable = cover.droppable if drops else cover.own_need > cover.begin
+    least = _least_budget(cover, away, movable, drops=drops)
     # The small ones cost little to keep, and may spare others a long way from the sources.
     sizes = np.unique(cover.bytes[cover.droppable])[:-1]
     for size in sizes[:: max(1, len(sizes) // _SIZES)] if drops else ():
         if least <= lower:
             break
         least = min(least, _least_budget(cover, away, cover.droppable & (cover.bytes > size)))
+    # What keeps everything needs no room to make anything again.
+    least = min(least, graph.peak_bytes)
     return Bounds(lower, op, max(lower, least))
 
 

@@ -27,7 +27,10 @@ EPSILON_S = 1e-7
 
 @dataclass(frozen=True, eq=False)
 class Recipes:
-    """For each saved value: the unsaved ops of its recipe, and the saved values that it starts from."""
+    """For each saved value: the unsaved ops of its recipe, and the saved values that it starts from.
+
+    Possible is what is made again bit for bit: each value on the way repeats, and they are not too many.
+    """
 
     ops: list[Ints]
     parents: list[Ints]
@@ -41,7 +44,8 @@ def recipes_of(graph: StepGraph) -> Recipes:
     ops: list[Ints] = []
     parents: list[Ints] = []
     children: list[list[int]] = [[] for _ in graph.saved]
-    possible = np.ones(len(graph.saved), dtype=bool)
+    repeats: list[bool] = graph.value_repeats.tolist()
+    possible = graph.value_repeats[graph.saved]
     for page, value in enumerate(graph.saved):
         give_way()
         chain: set[int] = set()
@@ -58,6 +62,7 @@ def recipes_of(graph: StepGraph) -> Recipes:
                     roots.add(parent)
                 else:
                     stack.append(int(graph.value_op[source]))
+                    possible[page] &= repeats[source]
             if len(chain) > 4096:
                 possible[page] = False
                 break

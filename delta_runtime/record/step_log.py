@@ -29,7 +29,7 @@ LOGGED_OP_DTYPE = np.dtype(
         ("n_outputs", "<i4"),
     ]
 )
-LOGGED_VALUE_DTYPE = np.dtype([("key", "<i8"), ("bytes", "<i8")])
+LOGGED_VALUE_DTYPE = np.dtype([("key", "<i8"), ("bytes", "<i8"), ("repeats", "<i8")])
 
 _OF_A_VALUE = (
     EventKind.PACKED,
@@ -124,6 +124,7 @@ def read_step_graph(session: Any, events: Events) -> StepGraph | None:
         value_op=value_op,
         value_bytes=values["bytes"].copy(),
         value_fingerprint=value_fingerprint,
+        value_repeats=values["repeats"] != 0,
         saved=saved.astype(np.int64),
         saved_at=(packed["tick"][first_rows] - begin).astype(np.int64),
         alone_at=alone_at,

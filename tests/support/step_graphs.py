@@ -50,6 +50,7 @@ def chain(
         value_op=np.arange(n, dtype=np.int64),
         value_bytes=sizes,
         value_fingerprint=np.arange(n, dtype=np.uint64),
+        value_repeats=np.ones(n, dtype=bool),
         saved=np.arange(n, dtype=np.int64),
         saved_at=np.arange(n, dtype=np.int64),
         alone_at=np.arange(2, n + 2, dtype=np.int64),
