@@ -53,7 +53,7 @@ from delta_runtime.core.model import Bounds, Distance, PublishQueue, Residency
 from delta_runtime.core.units import BudgetSpec, BytesSpec, format_bytes
 from delta_runtime.core.warn import warn
 from delta_runtime.decide.director import Links
-from delta_runtime.decide.known_steps import KnownSteps, StepCost
+from delta_runtime.decide.known_steps import DIFFERS_BYTES, KnownSteps, StepCost
 from delta_runtime.decide.ledger import Ledger, LedgerError
 from delta_runtime.decide.planning_time import PlanningTime
 from delta_runtime.decide.policies import Policy, Stress, get_policy
@@ -650,8 +650,9 @@ class Runtime:
         counters = self._session.counters()
         refused_bytes = _C.cpu_pool.take_refused_bytes() if self.device.type == "cpu" else 0
         bounds = self._bounds()
-        if counters["stuck_bytes"] > bounds.lower_bytes:
-            bounds = Bounds(counters["stuck_bytes"], counters["stuck_op"], bounds.least_bytes)
+        stuck_bytes = counters["stuck_bytes"] - DIFFERS_BYTES
+        if stuck_bytes > bounds.lower_bytes:
+            bounds = Bounds(stuck_bytes, counters["stuck_op"], bounds.least_bytes)
         details = [f"an allocation that makes {format_bytes(refused_bytes)} live"] * bool(
             refused_bytes
         )

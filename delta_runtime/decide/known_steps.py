@@ -6,7 +6,8 @@ extension follows them. What a plan says is `foresight`'s concern.
 
 Note: a budget that cannot be met
   1. A whole step that passed the budget shows it, where the budget is below the least one of the
-     recorded step. Where it is not, the next step in a row that passes it does.
+     recorded step. Where it is not, the next step in a row that passes it does. A budget below the
+     least one that is met, but at a price that nobody can bear, counts as one that is not.
   2. From then on no plan is made for the budget, and the relief of each graph is kept to: the least
      peak that is affordable. As the memory of the device is as large as the largest of them, that one
      is kept to in all steps.
@@ -28,7 +29,7 @@ from delta_runtime.decide.director import Links
 from delta_runtime.decide.foresight import MOST_EFFORT, Foresight, foresee
 from delta_runtime.decide.planning_time import PlanningTime
 from delta_runtime.decide.rehearsal import WORK_PER_SECOND
-from delta_runtime.decide.relief import MOST_MORE, MOST_WORK, Relief
+from delta_runtime.decide.relief import MOST_MORE, MOST_WORK, Relief, affordable_s
 
 CALIBRATION_STEPS = 3
 """Steps of one graph whose op times are taken (the least of them counts) before its plan is final."""
@@ -47,6 +48,8 @@ WATCH_STEPS = 5
 """A plan in place is looked at after so many steps; twice as many each time that it had to be made again."""
 MOST_GRAPHS = 16
 """Graphs that are remembered: alternating input shapes keep their plans."""
+DIFFERS_BYTES = 4096
+"""By so much, at the most, does a step differ from run to run: what malloc adds to small blocks."""
 
 _LEAST_WAIT = 0.002  # share of a step; who waits less has a plan that is good enough
 _LONGER_WAIT = 0.01  # the same; a plan in place that comes to wait for so much longer is made again
@@ -54,6 +57,9 @@ _LEFT_FOR_NEXT = (
     2  # so many times as long as the last plan took there has to be, for one that is no must
 )
 _STEPS_TO_JUDGE = 5  # what is kept to: the least of each counts
+_DEAR_STEPS = 2  # in a row, of graphs that are not known
+_MOST_NEW = 3  # graphs in a row that nobody has seen before; more of them are not planned for
+_REST = 7  # steps that are not logged then, after each that is
 _MOVED = 0.005  # share of the peak; where as much more or less persists, the record is out of date
 _CAUTION = 0.8  # of the speed that the last plan gave the lanes, in the next one that is tried
 
@@ -208,6 +214,7 @@ class KnownSteps:
         self._out_of_date = False  # the next step is to be recorded once more
         self._asked = 0  # times that it was; each time twice as many steps have to pass
         self._unrecorded = 0  # steps since the last record
+        self._new = 0  # records in a row whose graph had not been seen before
 
     @property
     def foresight(self) -> Foresight | None:
@@ -233,9 +240,16 @@ class KnownSteps:
         """
         if not self._known:
             return True
+        if self._never_again:
+            return self._unrecorded >= _REST
         latest = next(reversed(self._known.values()))
         half = len(latest.graph.uses) == 0 and latest.runs < 2 * CALIBRATION_STEPS
         return missed or self._out_of_date or (went_on and half) or latest.runs < CALIBRATION_STEPS
+
+    @property
+    def _never_again(self) -> bool:
+        """Whether each step has a graph of its own, as where the data choose what is computed."""
+        return self._new > _MOST_NEW
 
     @property
     def bounds(self) -> Bounds | None:
@@ -285,6 +299,7 @@ class KnownSteps:
         cost = self._last if self._last and self._last.fingerprint == graph.fingerprint else None
         record = graph if len(graph.uses) else None
         self._out_of_date = False
+        self._new = 0 if known is not None or record is None else self._new + 1
         if known is not None:
             if _moved(known.graph, graph.persistent_bytes):
                 known.searched = False
@@ -353,9 +368,10 @@ class KnownSteps:
         if known.bounds is None and known.record is not None:
             with self._planning.planning():
                 bounds = bounds_of(known.record, drops=self._drops)
+            lower_bytes = max(bounds.lower_bytes - DIFFERS_BYTES, 0)
             if known.seen_bytes:
-                lower_bytes = min(bounds.lower_bytes, known.seen_bytes)
-                bounds = replace(bounds, lower_bytes=lower_bytes)
+                lower_bytes = min(lower_bytes, known.seen_bytes)
+            bounds = replace(bounds, lower_bytes=lower_bytes)
             known.bounds = bounds
         return known.bounds
 
@@ -366,7 +382,7 @@ class KnownSteps:
         self, known: _Known, budget_bytes: int, links: Links | None, *, recorded: bool = False
     ) -> None:
         """Make a plan where one is due, and there is time for it."""
-        if not self._plans:
+        if not self._plans or (self._never_again and known.runs == 1):
             return
         if known.budget_bytes != budget_bytes:
             known.trials, known.in_place, known.best = [], None, None
@@ -404,18 +420,20 @@ class KnownSteps:
         passes = cost.peak_bytes > budget_bytes
         if not self._yielded:
             self._passed = self._passed + 1 if passes else 0
-            bounds = self._bounds_of(known) if passes and known else None
+            bounds = self._bounds_of(known) if (passes or _is_dear(cost)) and known else None
             hopeless = bounds is not None and budget_bytes < bounds.least_bytes
-            self._yielded = passes and (hopeless or self._passed > 1)
+            self._yielded = hopeless or self._passed > 1
         if not self._yielded:
             return
         kept_bytes = self.kept_bytes(budget_bytes)
-        if known is None:
-            dear = cost.rebuild_s > MOST_MORE * (cost.seconds - cost.rebuild_s)
+        if known is None or self._never_again:
+            latest = next(reversed(self._known.values()), None)
+            dear = cost.rebuild_s > affordable_s(latest.graph) if latest else _is_dear(cost)
             self._dear = self._dear + 1 if dear else 0
-            if self._dear >= _STEPS_TO_JUDGE:
+            if self._dear >= _DEAR_STEPS:
                 self._dear = 0
-                self._kept_bytes = kept_bytes + kept_bytes // 10
+                left_bytes = latest.graph.peak_bytes - kept_bytes if latest else 0
+                self._kept_bytes = kept_bytes + max(kept_bytes // 10, left_bytes // 4)
             return
         others = [each.relief for each in self._known.values() if each.relief is not None]
         if known.relief is None:
@@ -427,7 +445,7 @@ class KnownSteps:
                 max(kept_bytes, lower_bytes),
                 known.graph,
                 self._plan_of_relief,
-                hopeless=kept_bytes < max(lower_bytes, budget_bytes + 1),
+                hopeless=kept_bytes < max(lower_bytes, budget_bytes + int(passes)),
                 share=others[-1].share if others else 0.5,
             )
         before = known.relief.plan
@@ -533,6 +551,11 @@ class KnownSteps:
             for known in reversed(self._known.values())
             if known.foresight is not None or not self._plans
         ]
+
+
+def _is_dear(cost: StepCost) -> bool:
+    """Whether recomputing took more of a step than its user can bear."""
+    return cost.rebuild_s > MOST_MORE * (cost.seconds - cost.rebuild_s)
 
 
 def _moved(graph: StepGraph, begin_bytes: int) -> bool:

@@ -1,4 +1,4 @@
-"""Which of several plans of one graph stays: the one that has cost least, by measurement."""
+"""Which of several plans of one graph stays (the one that has cost least, by measurement), and which budgets do."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from delta_runtime.core.graph import StepGraph
 from delta_runtime.core.model import Exit
+from delta_runtime.decide.bounds import bounds_of
 from delta_runtime.decide.director import Links
 from delta_runtime.decide.known_steps import (
     CALIBRATION_STEPS,
@@ -17,7 +18,9 @@ from delta_runtime.decide.known_steps import (
     TRIAL_STEPS,
     WATCH_STEPS,
     KnownSteps,
+    StepCost,
 )
+from delta_runtime.decide.relief import affordable_s
 from tests.support.step_graphs import chain
 
 MIB = 1024**2
@@ -342,3 +345,65 @@ def test_another_budget_begins_anew():
     learn(known, share=0.6)
     assert not known.settled
     assert np.isfinite(known.foresight.predicted_seconds)
+
+
+def cost(graph: StepGraph, peak_bytes: int, rebuild_s: float) -> StepCost:
+    seconds = graph.seconds + rebuild_s
+    return StepCost(graph.fingerprint, graph.n_ops, 0, peak_bytes, seconds, rebuild_s, whole=True)
+
+
+@pytest.mark.parametrize("dear", [False, True])
+def test_a_budget_below_the_least_one_that_is_met_is_given_up_where_it_is_dear(dear: bool):
+    budget_bytes = bounds_of(GRAPH).least_bytes - MIB
+    known = KnownSteps(plans=True, yields=True)
+    known.saw(cost(GRAPH, budget_bytes, (0.6 if dear else 0.1) * GRAPH.seconds))
+    known.learn(GRAPH, budget_bytes)
+    assert known.yielded == dear
+    assert (known.kept_bytes(budget_bytes) > budget_bytes) == dear
+    if dear:
+        assert known.foresight is not None
+        assert known.foresight.predicted_seconds <= affordable_s(GRAPH)
+
+
+def test_a_dear_budget_above_the_least_one_is_kept():
+    budget_bytes = bounds_of(GRAPH).least_bytes
+    known = KnownSteps(plans=True, yields=True)
+    known.saw(cost(GRAPH, budget_bytes, 2.0 * GRAPH.seconds))
+    known.learn(GRAPH, budget_bytes)
+    assert not known.yielded
+
+
+def test_graphs_that_never_come_again_are_neither_planned_for_nor_always_logged():
+    known = KnownSteps(plans=True, yields=True)
+    budget_bytes = GRAPH.peak_bytes // 2
+    graphs = [dataclasses.replace(GRAPH, fingerprint=100 + i) for i in range(8)]
+    for i, graph in enumerate(graphs[:5]):
+        assert known.wants_log(missed=True) == (i < 4)
+        known.saw(cost(graph, budget_bytes, 0.0))
+        known.learn(graph, budget_bytes)
+        assert (known.foresight is not None) == (i < 3)
+    for _ in range(20):
+        if known.wants_log(missed=True):
+            break
+        known.saw(cost(graphs[6], budget_bytes, 0.0))
+        known.tend(budget_bytes)
+    assert known.wants_log(missed=True), "now and then it is looked whether one comes again"
+    known.saw(cost(graphs[4], budget_bytes, 0.0))
+    known.learn(graphs[4], budget_bytes)
+    assert known.foresight is not None
+    assert known.wants_log(missed=True)
+
+
+def test_steps_of_unknown_graphs_that_are_dear_raise_what_is_kept():
+    known = KnownSteps(plans=True, yields=True)
+    budget_bytes = bounds_of(GRAPH).lower_bytes
+    for i in range(6):
+        graph = dataclasses.replace(GRAPH, fingerprint=100 + i)
+        known.saw(cost(graph, 2 * budget_bytes, 0.0))
+        known.learn(graph, budget_bytes)
+    assert known.yielded
+    before = known.kept_bytes(budget_bytes)
+    for i in range(2):
+        known.saw(cost(dataclasses.replace(GRAPH, fingerprint=200 + i), before, GRAPH.seconds))
+        known.tend(budget_bytes)
+    assert known.kept_bytes(budget_bytes) > before
