@@ -5,7 +5,7 @@ names the lower bound and the least budget; a strict run at the least budget and
 which has to hold; a run half way between the two, which has to take at most 1.5 times an ordinary step from its third
 step on, and may warn once; and strict runs at and below the lower bound and between the two: one that holds below the
 lower bound shows that it is none. Losses, gradients, weights and random state are compared bit for bit in all of them.
-Takes about 5 minutes on one idle core; needs no GPU. Exits 1 if a line fails.
+Takes about 6 minutes on one idle core; needs no GPU. Exits 1 if a line fails.
 
     python scripts/check_least_budgets.py [--models mlp,resnet] [--policy auto] [--steps 5] [--rounds 4] [--limit 1.5]
         [--json FILE]
