@@ -1,9 +1,9 @@
-"""Does memory stay where it is over thousands of steps with ops that are hard to trust, and over loops without backward?
+"""Does memory stay where it is over thousands of steps with ops that are hard to trust, and in loops without one?
 
-A stress run, not a benchmark. Trains a deep and a shallow chain of layers for `--steps` steps each, entered once and per
-step, with a custom op and an array of numpy in each layer, and runs `--iterations` iterations without gradients.
-Live bytes of the pool must be constant, and the resident set within 1 % (or 1 MiB) of what it was after a fifth.
-Takes about five minutes on one idle core; needs no GPU. Exits 1 where memory grew.
+A stress run, not a benchmark. Trains a deep and a shallow chain of layers for `--steps` steps each, entered once and
+per step, with a custom op and an array of numpy in each layer, and runs `--iterations` iterations without gradients.
+Live bytes of the pool must be constant, and the resident set within 1 % (or 1 MiB) of what it was after a fifth. Takes
+about five minutes on one idle core; needs no GPU. Exits 1 where memory grew.
 
     python scripts/stress_flatness.py [--steps 5000] [--iterations 100000]
 
@@ -38,6 +38,8 @@ from delta_runtime import cpu_pool
 SIDE = 32
 MOST_GROWTH = 0.01
 """Of the resident set."""
+ROUNDING_BYTES = 1 << 10
+"""That live bytes may differ: the pool counts what malloc gives, which is not always the same."""
 GRANTED_BYTES = 1 << 20
 """That the resident set may grow by all the same: tables of the interpreter and of malloc."""
 
@@ -84,7 +86,7 @@ class Found:
     def is_flat(self) -> bool:
         before, after = self.resident_bytes
         return (
-            self.live_bytes[1] <= self.live_bytes[0]
+            self.live_bytes[1] <= self.live_bytes[0] + ROUNDING_BYTES
             and after - before <= before * MOST_GROWTH + GRANTED_BYTES
         )
 

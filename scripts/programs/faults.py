@@ -83,7 +83,7 @@ _LOUD = frozenset({"RecomputeMismatch", "InplaceModification"})
 TERMS: Mapping[Fault, Terms] = MappingProxyType(
     {
         Fault.DRAWS_ON_THREADS: Terms(),
-        Fault.DISPATCH_MODE: Terms(_MADE),
+        Fault.DISPATCH_MODE: Terms(_MADE, needs_evidence=True),  # one computes with numpy, in place
         Fault.SUBCLASS_OPERAND: Terms(_MADE),
         Fault.RAW_FILL: Terms(
             loud=_LOUD,
