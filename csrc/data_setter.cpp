@@ -7,16 +7,20 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <unordered_map>
 #include <vector>
 
 namespace delta {
 namespace {
 
 setter g_setter = nullptr;
+size_t g_sweep_at = 64;
+
+using Tensors = std::unordered_map<at::TensorImpl*, at::Tensor>;
 
 // With the GIL. Never freed: tensors must not die with static objects.
-std::vector<at::Tensor>& repointed() {
-  static auto* tensors = new std::vector<at::Tensor>();
+Tensors& repointed() {
+  static auto* tensors = new Tensors();
   return *tensors;
 }
 
@@ -32,12 +36,12 @@ int set_data(PyObject* self, PyObject* value, void* closure) {
   if (!t.defined() || !is_known_by_a_ticket(t)) {
     return result;
   }
-  release_repointed();
   auto& held = repointed();
-  const auto same = [&](const at::Tensor& other) { return other.is_same(t); };
-  if (std::none_of(held.begin(), held.end(), same)) {
-    held.push_back(t);
+  if (held.size() >= g_sweep_at) {
+    release_repointed();
+    g_sweep_at = std::max<size_t>(64, 2 * held.size());
   }
+  held.emplace(t.unsafeGetTensorImpl(), t);
   return result;
 }
 
@@ -66,10 +70,10 @@ void release_repointed() {
   auto& held = repointed();
   std::vector<at::Tensor> gone;  // they die behind the loop: Python code may run then
   for (auto it = held.begin(); it != held.end();) {
-    if (is_known_by_a_ticket(*it)) {
+    if (is_known_by_a_ticket(it->second)) {
       ++it;
     } else {
-      gone.push_back(std::move(*it));
+      gone.push_back(std::move(it->second));
       it = held.erase(it);
     }
   }

@@ -50,26 +50,32 @@ void check_version(const Ticket& ticket) {
   throw InplaceModificationError(text.str());
 }
 
+const torch::autograd::Node* grad_fn_of(const at::Tensor& t) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(t);
+  return meta != nullptr ? meta->grad_fn_.get() : nullptr;
+}
+
 // The saved tensor as autograd would find it now, if it has been pointed to other memory since.
 at::Tensor as_pointed_elsewhere(const Ticket& ticket) {
   auto impl = ticket.original.lock();
   if (!impl || !impl->has_storage()) {
     return {};
   }
-  const auto* now = impl->unsafe_storage().unsafeGetStorageImpl();
+  at::Tensor original(std::move(impl));
+  const auto* now = storage_of(original);
   const bool managed = ticket.state == Ticket::State::Managed;
-  const auto* then = managed ? ticket.page->weak._unsafe_get_target()
-                             : (ticket.kept.has_storage() ? storage_of(ticket.kept) : nullptr);
-  if (now == then || then == nullptr) {
+  const auto* then = managed ? ticket.page->weak._unsafe_get_target() : storage_of(ticket.kept);
+  const bool same_view =
+      managed ? ticket.view.is_of(original) : ViewSpec::of(ticket.kept).is_of(original);
+  if (now == then && same_view) {
     return {};
   }
-  at::Tensor original(std::move(impl));
-  auto* meta = torch::autograd::impl::get_autograd_meta(original);
-  const auto* grad_fn = meta != nullptr ? meta->grad_fn_.get() : nullptr;
-  if (grad_fn == nullptr) {
+  if (ticket.was_leaf) {
     return original.tensor_data();
   }
-  if (grad_fn->sequence_nr() + 1 == ticket.node) {
+  const auto* grad_fn = grad_fn_of(original);
+  if (ticket.made_by_op && grad_fn != nullptr && grad_fn->sequence_nr() + 1 == ticket.node &&
+      grad_fn->thread_id() == ticket.thread) {
     return {};  // saved by the node that made it, which holds the memory and not the tensor
   }
   throw InplaceModificationError(
@@ -125,6 +131,8 @@ void Session::pack(const at::Tensor& t, Ticket& ticket) {
     ticket.original =
         c10::weak_intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl>(t.getIntrusivePtr());
     ticket.node = at::sequence_number::peek();
+    ticket.thread = at::RecordFunction::currentThreadId();
+    ticket.was_leaf = grad_fn_of(t) == nullptr;
   }
   auto& ts = thread_state();
   Guard guard(*this);
@@ -157,6 +165,7 @@ void Session::pack(const at::Tensor& t, Ticket& ticket) {
     if (page == nullptr || written) {
       ticket.kept = at::Tensor(t.tensor_data());
       ticket.state = Ticket::State::Pending;
+      ticket.made_by_op = true;
       open.pending.push_back(&ticket);
       return;
     }

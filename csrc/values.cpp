@@ -180,6 +180,12 @@ ViewSpec ViewSpec::of(const at::Tensor& t) {
   return v;
 }
 
+bool ViewSpec::is_of(const at::Tensor& t) const {
+  return offset == t.storage_offset() && dtype == t.dtype() &&
+         geometry.sizes_arrayref() == t.sizes() && geometry.strides_arrayref() == t.strides() &&
+         conj == t.is_conj() && neg == t.is_neg();
+}
+
 int64_t ViewSpec::storage_bytes() const {
   return static_cast<int64_t>(at::detail::computeStorageNbytes(
       geometry.sizes_arrayref(), geometry.strides_arrayref(), dtype.itemsize(), offset));

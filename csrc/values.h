@@ -49,6 +49,7 @@ struct ViewSpec {
   bool requires_grad = false;
 
   static ViewSpec of(const at::Tensor& t);
+  bool is_of(const at::Tensor& t) const;  // whether it lies so in its storage
   at::Tensor over(const c10::Storage& storage, c10::Device device) const;
   int64_t storage_bytes() const;  // the least storage that this view fits into
 };

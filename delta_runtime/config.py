@@ -192,7 +192,7 @@ class Launched:
 
         def number(*names: str) -> int | None:
             texts = (environ.get(name, "") for name in names)
-            return next((int(text) for text in texts if text.strip().isdigit()), None)
+            return next((int(text) for text in texts if text.strip().isdecimal()), None)
 
         mpi = "OMPI_COMM_WORLD_"
         world_size = max(1, number("WORLD_SIZE", f"{mpi}SIZE") or 1)
@@ -253,8 +253,8 @@ def _check_unit(text: str) -> None:
     budget_bytes = parse_budget(text, name=BUDGET_VARIABLE)
     if budget_bytes is None or budget_bytes >= LEAST_BUDGET_BYTES:
         return
-    number = re.match(r"\s*[\d._]*", text)
-    digits = number[0].strip() if number else ""
+    number = re.match(r"\s*(\d+(\.\d+)?)", text)
+    digits = number[1] if number else ""
     meant = f'"{digits}GiB"' if float(digits or 0) < 1024 else f'"{digits}MiB"'
     if float(digits or 0) <= 100:
         meant += f' or "{digits}%"'

@@ -42,7 +42,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from delta_runtime import python_random, raw_access, saved_objects
+from delta_runtime import python_random, raw_access, saved_leaves
 from delta_runtime.act.pinning import pinning
 from delta_runtime.act.tiers import open_tiers
 from delta_runtime.config import Config, Launched, check_requested
@@ -283,6 +283,7 @@ class Runtime:
         try:
             self._finish_step(whole=error is None)
         finally:
+            _C.release_repointed()
             self._session.set_boundary(self._on_boundary)
             self._leave(error)
 
@@ -309,6 +310,7 @@ class Runtime:
             if self._depth == 1:
                 self._finish_step()
         finally:
+            _C.release_repointed()
             self._depth -= 1
             if self._depth == 0:
                 try:
@@ -357,7 +359,7 @@ class Runtime:
         self._session.set_drain(lambda _: self._drain())
         self._session.enter()
         raw_access.listen(self._session)
-        saved_objects.install()
+        saved_leaves.install()
         _C.watch_data_setter()
         if self.device.type == "cpu":
             _C.cpu_pool.set_soft_limit_is_hard(self.config.strict)

@@ -95,6 +95,8 @@ class BudgetInfeasible(DeltaError):
         least_budget_bytes: int = 0,
         details: str = "",
     ) -> None:
+        if least_budget_bytes <= asked_bytes:
+            least_budget_bytes = 0  # that of another step: this one needs more
         told = [f"The budget of {format_bytes(asked_bytes)} cannot be met."]
         if lower_bound_bytes > asked_bytes:
             by = f" (by {lower_bound_op})" if lower_bound_op else ""

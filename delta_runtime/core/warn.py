@@ -6,12 +6,13 @@ line to be shown is the one that the reader wrote.
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 import warnings
 from pathlib import Path
 
-_OWN = str(Path(__file__).resolve().parents[1])
+_OWN = str(Path(__file__).resolve().parents[1]) + os.sep
 
 
 def warn(message: str) -> None:
@@ -38,7 +39,7 @@ def warn(message: str) -> None:
 
 def _prefixes() -> tuple[tuple[str, ...], tuple[str, ...]]:
     torch = getattr(sys.modules.get("torch"), "__file__", None)
-    passed_over = (_OWN, "<frozen", *((str(Path(torch).parent),) if torch else ()))
+    passed_over = (_OWN, "<frozen", *((str(Path(torch).parent) + os.sep,) if torch else ()))
     paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     contextlib = str(Path(warnings.__file__).with_name("contextlib.py"))
     return (*passed_over, contextlib), tuple(path for path in paths if path)

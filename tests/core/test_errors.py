@@ -81,3 +81,9 @@ def test_errors_survive_copy_and_pickle(error, clone):
     assert str(twin) == str(error)
     assert vars(twin) == vars(error)
     assert twin.args == error.args
+
+
+def test_the_least_budget_of_another_step_is_no_advice() -> None:
+    error = BudgetInfeasible(10 << 20, 0, least_budget_bytes=3 << 20)
+    assert "3.00 MiB" not in str(error)
+    assert error.least_budget_bytes == 0

@@ -405,3 +405,88 @@ def test_a_saved_tensor_that_is_pointed_elsewhere_before_backward(
         return step
 
     check(program, mode, steps=STEPS, may_be_loud=use is of_intermediate)
+
+
+def to_other_half(t: Tensor) -> Tensor:
+    return t.as_strided(t.shape, t.stride(), t.numel())
+
+
+def to_transposed(t: Tensor) -> Tensor:
+    return t.t()
+
+
+@pytest.mark.parametrize("other", [to_other_half, to_transposed], ids=lambda f: f.__name__)
+@in_every_way
+def test_a_saved_tensor_that_is_pointed_to_another_part_of_its_memory(
+    mode: str, other: Callable[[Tensor], Tensor]
+) -> None:
+    """As flat buffers of parameters do; its storage stays the same."""
+
+    def program() -> Step:
+        w = leaf(N, N)
+
+        def step(k: int) -> list[Tensor]:
+            flat = constant(2 * N, N, seed=k)
+            x = flat[:N]
+            loss = ((x * w).tanh() * w.sin()).sum()
+            boundary()
+            x.data = other(x.data)
+            loss.backward()
+            return [loss.detach(), *taken(w)]
+
+        return step
+
+    check(program, mode)
+
+
+def detached_after_it_was_saved(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = (x * w).exp()
+    loss = (y * 1.0).sum()
+    y.detach_()
+    return y, loss
+
+
+class _SavesWhatItMade(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, table: Tensor) -> Tensor:  # type: ignore[override, no-untyped-def]
+        with torch.enable_grad():
+            h = (table.requires_grad_() * 1.0).clone()
+        ctx.save_for_backward(h)
+        ctx.made = h
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override, no-untyped-def]
+        (h,) = ctx.saved_tensors
+        return grad * h.detach(), None
+
+
+def saved_by_another_node_than_its_own(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = _SavesWhatItMade.apply(w * 1.0, x)
+    return y.grad_fn.made, y.sum()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [detached_after_it_was_saved, saved_by_another_node_than_its_own],
+    ids=lambda f: f.__name__,
+)
+@in_every_way
+def test_a_tensor_of_which_nobody_knows_what_autograd_holds(
+    mode: str, use: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> None:
+    def program() -> Step:
+        w = leaf(N, N)
+
+        def step(k: int) -> list[Tensor]:
+            saved, loss = use(w, constant(N, N, seed=k))
+            loss = loss + (w * 1.5).exp().sin().sum()
+            boundary()
+            if k < STEPS - 1:
+                saved.data = saved.data * 0.5
+            loss.backward()
+            return [loss.detach(), *taken(w)]
+
+        return step
+
+    check(program, mode, steps=STEPS, may_be_loud=True)
