@@ -94,9 +94,6 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-@pytest.mark.xfail(
-    reason="6 of 300 differ: resized storages, lists written through, versions of `.data`"
-)
 def test_managed_programs_have_the_bits_of_ordinary_ones(lines: list[dict]) -> None:
     assert len(lines) == PROGRAMS
     found = [
