@@ -57,7 +57,7 @@ _LEFT_FOR_NEXT = (
     2  # so many times as long as the last plan took there has to be, for one that is no must
 )
 _STEPS_TO_JUDGE = 5  # what is kept to: the least of each counts
-_DEAR_STEPS = 2  # in a row, of graphs that are not known
+_DEAR_STEPS = 2  # in a row, before a budget that is met is given up, or more is kept to
 _MOST_NEW = 3  # graphs in a row that nobody has seen before; more of them are not planned for
 _REST = 7  # steps that are not logged then, after each that is
 _MOVED = 0.005  # share of the peak; where as much more or less persists, the record is out of date
@@ -420,7 +420,10 @@ class KnownSteps:
         passes = cost.peak_bytes > budget_bytes
         if not self._yielded:
             self._passed = self._passed + 1 if passes else 0
-            bounds = self._bounds_of(known) if (passes or _is_dear(cost)) and known else None
+            self._dear = self._dear + 1 if _is_dear(cost) else 0
+            # A budget that is met is not given up because of one step that others slowed down.
+            looks = passes or self._dear >= _DEAR_STEPS
+            bounds = self._bounds_of(known) if looks and known else None
             hopeless = bounds is not None and budget_bytes < bounds.least_bytes
             self._yielded = hopeless or self._passed > 1
         if not self._yielded:
