@@ -104,6 +104,7 @@ TERMS: Mapping[Fault, Terms] = MappingProxyType(
             loud=_LOUD,
             why_loud="what a recipe reads is overwritten on another thread, or while the runtime is "
             "disabled, where nobody makes a copy first",
+            needs_evidence=True,
         ),
         Fault.COLLECTIVE: Terms(_MADE),
         Fault.NUMERIC_FLAG: Terms(),
