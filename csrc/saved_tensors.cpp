@@ -65,9 +65,7 @@ at::Tensor as_pointed_elsewhere(const Ticket& ticket) {
   const auto* now = storage_of(original);
   const bool managed = ticket.state == Ticket::State::Managed;
   const auto* then = managed ? ticket.page->weak._unsafe_get_target() : storage_of(ticket.kept);
-  const bool same_view =
-      managed ? ticket.view.is_of(original) : ViewSpec::of(ticket.kept).is_of(original);
-  if (now == then && same_view) {
+  if (now == then && ticket.view.is_of(original)) {
     return {};
   }
   if (ticket.was_leaf) {
@@ -133,6 +131,7 @@ void Session::pack(const at::Tensor& t, Ticket& ticket) {
     ticket.node = at::sequence_number::peek();
     ticket.thread = at::RecordFunction::currentThreadId();
     ticket.was_leaf = grad_fn_of(t) == nullptr;
+    ticket.view = ViewSpec::of(t);
   }
   auto& ts = thread_state();
   Guard guard(*this);
@@ -149,7 +148,6 @@ void Session::pack(const at::Tensor& t, Ticket& ticket) {
     keep(KeptReason::Device, nullptr);
     return;
   }
-  ticket.view = ViewSpec::of(t);
   Page* page = find_page(storage_of(t));
   auto& open = ts.open;
   if (open.region) {

@@ -426,6 +426,7 @@ class KnownSteps:
             bounds = self._bounds_of(known) if looks and known else None
             hopeless = bounds is not None and budget_bytes < bounds.least_bytes
             self._yielded = hopeless or self._passed > 1
+            self._dear = 0 if self._yielded else self._dear  # counted anew, for what is kept to
         if not self._yielded:
             return
         kept_bytes = self.kept_bytes(budget_bytes)
