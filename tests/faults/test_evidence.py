@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import delta_runtime as delta
 from delta_runtime import _C
-from tests.faults.harness import Loud, N, Same, Step, leaf, outcome, taken
+from tests.faults.collective_programs import ALONE, complaint, process_group
+from tests.faults.harness import Loud, N, Same, Step, leaf, outcome, taken, threads_running
 from tests.faults.test_subclass_operands import ScaledWeight
 from tests.support.fixtures import one_thread  # noqa: F401
 
@@ -96,6 +99,32 @@ def overlapping_windows_zeroed(w: Tensor, k: int) -> Tensor:
     return b.view(N, N) * w
 
 
+def kernel_that_counts_its_write(w: Tensor, k: int) -> Tensor:
+    """As kernels that are compiled at run time do it: by address, and the version moves."""
+    other = torch.linspace(0, 1 + k, N * N).view(N, N)
+    with torch.no_grad():
+        m = w * 1.5
+        m.exp()
+    ctypes.memmove(m.data_ptr(), other.data_ptr(), m.nbytes)
+    torch.autograd.graph.increment_version(m)
+    return (m * 0.5).sin() * w
+
+
+def storage_that_comes_back_as_another(w: Tensor, k: int) -> Tensor:
+    other = torch.linspace(0, 1 + k, N * N).view(N, N)
+    with torch.no_grad():
+        m = w * 1.5
+    resize = (
+        torch.ops.inductor.resize_storage_bytes_
+    )  # an op whose schema does not say what it does
+    resize(m, 0)
+    held = [torch.empty_like(other) for _ in range(4)]  # so that it lies elsewhere then
+    resize(m, other.nbytes)
+    del held
+    ctypes.memmove(m.data_ptr(), other.data_ptr(), m.nbytes)
+    return (m * 0.5).sin() * w
+
+
 def boundary_op() -> None:
     torch.ones(4).add(1.0)
 
@@ -108,6 +137,8 @@ CASES: dict[str, Forward] = {
     "ForeignMemoryTrusted": array_changed_after_its_use,
     "NumericContextLost": convolution_with_another_library,
     "CoverageByCount": overlapping_windows_zeroed,
+    "AliasVersionsUnseen": kernel_that_counts_its_write,
+    "ResizesUnseen": storage_that_comes_back_as_another,
 }
 
 
@@ -175,3 +206,102 @@ def test_writes_of_another_thread_are_loud_without_the_watch() -> None:
     with broken("OtherThreadsUnseen"):
         found = outcome(program, "drop_all", steps=4)
     assert isinstance(found, Loud), str(found)
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="gloo is not in this build of torch")
+def test_collectives_that_are_taken_for_other_ops_are_loud() -> None:
+    """Where what they fill is made again from its recipe; a few leave what they found, and those are the same."""
+    loud = 0
+    with process_group(0, 1, dist.HashStore()):
+        for forward in ALONE:
+            assert not complaint(forward, "drop_all"), forward.__name__
+            with broken("CollectivesUnseen"):
+                told = complaint(forward, "drop_all")
+            assert "SILENTLY" not in told, told
+            loud += "RecomputeMismatch" in told
+    assert loud >= 2
+
+
+@torch.library.custom_op("delta_evidence_tests::masked_late", mutates_args=())
+def masked_late(x: Tensor) -> Tensor:
+    """Takes its time before it draws, and has no argument for a generator."""
+    time.sleep(0.02)
+    return x.exp() * torch.rand(x.shape)
+
+
+masked_late.register_autograd(
+    lambda ctx, grad: grad * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+
+
+def test_draws_from_the_program_s_own_generator_are_loud() -> None:
+    """Another thread draws in the middle of a replay."""
+
+    def program() -> Step:
+        w = leaf(N, N)
+
+        def draw(stop: threading.Event) -> None:
+            while not stop.is_set():
+                torch.rand(4)
+                time.sleep(0.001)
+
+        def step(k: int) -> list[Tensor | None]:
+            torch.manual_seed(k)
+            loss = masked_late(w).square().mean()
+            boundary_op()
+            # In the first step the op is looked at, before it is dropped at all.
+            with threads_running(*[draw] * min(k, 1)):
+                loss.backward()
+            torch.manual_seed(99)
+            return [loss.detach(), *taken(w)]
+
+        return step
+
+    for name in ("None", "SharedGenerator"):  # the mend is loud itself: the state shows the draw
+        with broken(name):
+            found = outcome(program, "drop_all", steps=3)
+        assert isinstance(found, Loud), f"{name}: {found}"
+        assert found.steps == (1,), f"{name}: {found}"
+
+
+class _Drift:
+    """What the op below adds from some call on, another amount each time."""
+
+    calls = 0
+    begins_at = 1 << 60
+
+
+@torch.library.custom_op("delta_evidence_tests::drifting", mutates_args=())
+def drifting(x: Tensor) -> Tensor:
+    _Drift.calls += 1
+    return x.exp() + max(0, _Drift.calls - _Drift.begins_at)
+
+
+drifting.register_autograd(
+    lambda ctx, grad: grad * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+
+
+def test_an_op_that_was_trusted_is_loud_within_fifty_steps_of_the_first_difference() -> None:
+    first = 8
+    w = leaf(N, N)
+    with (
+        broken("AuditedForEver"),
+        delta.Runtime("100%", device="cpu", policy="stress_drop_all") as runtime,
+    ):
+        for k in range(first + 51):
+            _Drift.begins_at = _Drift.calls if k == first else _Drift.begins_at
+            loss = drifting(w).sum()
+            boundary_op()
+            try:
+                loss.backward()
+            except delta.RecomputeMismatch:
+                break
+            finally:
+                w.grad = None
+            assert k < first + 50
+            runtime._boundary()
+        assert first <= k
+        drifting(w).sum().backward()  # the next step works
