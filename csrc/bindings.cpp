@@ -91,13 +91,11 @@ PyObject* py_unpack(PyObject* /*self*/, PyObject* argument) {
   }
   Ticket& ticket = reinterpret_cast<PyTicket*>(argument)->ticket;
   try {
-    at::Tensor t;
-    // With lanes somebody else may bring it back right now, and need the GIL for that.
-    if (ticket.is_away() || (ticket.session && !ticket.session->tiers_.empty())) {
+    at::Tensor t = ticket.session->unpack_resident(ticket);
+    if (!t.defined()) {
+      // Ops will run; or somebody else brings it back right now, and needs the GIL for that.
       py::gil_scoped_release no_gil;
       let_signals_in();
-      t = ticket.session->unpack(ticket);
-    } else {
       t = ticket.session->unpack(ticket);
     }
     return THPVariable_Wrap(std::move(t));
@@ -106,6 +104,14 @@ PyObject* py_unpack(PyObject* /*self*/, PyObject* argument) {
     return nullptr;
   }
 }
+
+}  // namespace
+
+bool is_pack_hook(PyObject* hook) {
+  return hook != nullptr && PyCFunction_Check(hook) && PyCFunction_GET_FUNCTION(hook) == py_pack;
+}
+
+namespace {
 
 PyMethodDef g_pack_method = {"pack", py_pack, METH_O,
                              "Give autograd a ticket for a tensor that it saves."};
@@ -403,6 +409,7 @@ void bind_session(py::module_& m) {
           "Python code is about to get hold of its memory, or to write to it unseen.")
       .def("make_room", [](Session& s, int64_t bytes) { return s.make_room(bytes, false); })
       .def("counters", &counters_of)
+      .def("packs", [](const Session& s) { return s.counters_.packs; })
       .def("reset_counters", [](Session& s) { s.counters_ = Counters(); })
       .def("set_budget", &Session::set_budget)
       .def("live_bytes", &Session::live_bytes)

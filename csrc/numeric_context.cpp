@@ -155,8 +155,15 @@ int32_t omp_threads() {
   return ask != nullptr ? ask() : 0;
 }
 
-NumericContext NumericContext::now(c10::DeviceType device) {
+NumericContext NumericContext::now(c10::DeviceType device, uint8_t needs) {
+  NumericContext n = without_threads(device, needs);
+  n.threads = omp_threads();
+  return n;
+}
+
+NumericContext NumericContext::without_threads(c10::DeviceType device, uint8_t needs) {
   NumericContext n;
+  n.needs = needs;
   const auto& context = at::globalContext();
   const bool everything = device != c10::kCPU;
   for (size_t i = 0; i < kFlags.size(); ++i) {
@@ -164,7 +171,8 @@ NumericContext NumericContext::now(c10::DeviceType device) {
       n.flags |= static_cast<uint32_t>(kFlags[i].get(context)) << i;
     }
   }
-  for (size_t i = 0; i < kPlaces.size(); ++i) {
+  // PyTorch's getter makes and frees tables at each call: half a microsecond for all places.
+  for (size_t i = 0; i < kPlaces.size() && (needs & kNeedsPrecisions) != 0; ++i) {
     if (kPlaces[i].on_cpu || everything) {
       n.precisions |=
           static_cast<uint32_t>(context.float32Precision(kPlaces[i].backend, kPlaces[i].op))
@@ -172,13 +180,14 @@ NumericContext NumericContext::now(c10::DeviceType device) {
     }
   }
   n.float_control = read_float_control();
-  n.threads = omp_threads();
-  n.default_dtype = c10::get_default_dtype_as_scalartype();
+  if ((needs & kNeedsDefaultDtype) != 0) {
+    n.default_dtype = c10::get_default_dtype_as_scalartype();
+  }
   return n;
 }
 
 NumericContextGuard::NumericContextGuard(const NumericContext& wanted, c10::DeviceType device)
-    : wanted_(wanted), before_(NumericContext::now(device)), device_(device) {
+    : wanted_(wanted), before_(NumericContext::now(device, wanted.needs)), device_(device) {
   if (!(before_ == wanted_)) {
     change(before_, wanted_, device_);
   }

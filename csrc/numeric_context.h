@@ -17,15 +17,25 @@
 
 namespace delta {
 
+// What an op can depend on beside the flags, whose reading costs next to nothing.
+enum Needs : uint8_t {
+  kNeedsPrecisions = 1,    // it may multiply matrices, convolve or run a recurrent layer
+  kNeedsDefaultDtype = 2,  // none of its inputs says which floating dtype the result has
+  kNeedsAll = 3,
+};
+
 struct NumericContext {
+  uint8_t needs = kNeedsAll;   // what of the following was read, is compared and put back
   uint32_t flags = 0;          // a bit for each flag of the table in numeric_context.cpp
   uint32_t precisions = 0;     // how float32 is computed: four bits for each place it is set for
   uint32_t float_control = 0;  // the processor's register that flushes denormals to zero, or not
   int32_t threads = 0;         // of OpenMP, for the thread that asks; 0: there is no OpenMP
   at::ScalarType default_dtype = at::kFloat;
 
-  static NumericContext now(c10::DeviceType device);
+  static NumericContext now(c10::DeviceType device, uint8_t needs = kNeedsAll);
+  static NumericContext without_threads(c10::DeviceType device, uint8_t needs);
 
+  // Of two that were read for the same needs.
   bool operator==(const NumericContext& other) const {
     return flags == other.flags && precisions == other.precisions &&
            float_control == other.float_control && threads == other.threads &&

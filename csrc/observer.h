@@ -1,18 +1,30 @@
-// The RecordFunction callbacks: what sees each op of a thread.
+// The RecordFunction callback: what sees each op of each thread.
+//
+// Note: one callback for all threads
+//  1. Ops of the thread that entered a session, and of the threads of its backward, are recorded.
+//     Of all others only writes and draws count. One global callback does both: autograd sets
+//     PyTorch's thread-local callbacks anew for each node of backward, and a second callback beside
+//     it makes that dearer by four allocations.
+//  2. The threads of backward have the thread-local state of the thread that called it, our saved
+//     tensor hooks among it, and know of the backward that they work for. That is how they are
+//     known. The threads of a process group have the same state, and run ops that copy what they
+//     received: recorded, these would be recipes without the receiving.
 #pragma once
 
 #include <ATen/record_function.h>
+#include <c10/util/python_stub.h>
 
 #include "session.h"
 
 namespace delta {
 
-// Announces each op of this thread to the session that is entered, if it is one that we observe.
+// Announces each op of a thread that is followed to the session that is entered; and the writes and
+// draws of other threads, and of code under delta.disable(), to the sessions that still have saved
+// tensors to bring back.
 at::RecordFunctionCallback observer_callback();
 
-// Announces the writes and draws of all threads, and of code under delta.disable(), to the sessions
-// that still have saved tensors to bring back.
-at::RecordFunctionCallback watcher_callback();
+// Whether this is the hook that some session packs saved tensors with.
+bool is_pack_hook(PyObject* hook);
 
 // The session that is entered in this process, on whatever thread; null if none is.
 c10::intrusive_ptr<Session> entered_session();

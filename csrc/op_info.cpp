@@ -18,7 +18,6 @@
 namespace delta {
 namespace {
 
-std::atomic<int> g_sabotage{0};
 std::atomic<bool> g_poison{false};
 
 // Ops that write running statistics, marked in their schema or not; the outputs do not depend on
@@ -77,6 +76,33 @@ const std::unordered_set<std::string>& like_factories() {
       "aten::zeros_like", "aten::ones_like",  "aten::full_like",
       "aten::rand_like",  "aten::randn_like", "aten::randint_like",
       "aten::new_zeros",  "aten::new_ones",   "aten::new_full",
+  };
+  return names;
+}
+
+// Ops that are not pointwise and compute no product of matrices all the same.
+const std::unordered_set<std::string>& without_products() {
+  static const std::unordered_set<std::string> names = {
+      "aten::native_layer_norm",
+      "aten::native_group_norm",
+      "aten::native_batch_norm",
+      "aten::_native_batch_norm_legit",
+      "aten::native_dropout",
+      "aten::_softmax",
+      "aten::_log_softmax",
+      "aten::nll_loss_forward",
+      "aten::embedding",
+      "aten::index_select",
+      "aten::gather",
+      "aten::sum",
+      "aten::mean",
+      "aten::cat",
+      "aten::clone",
+      "aten::copy_",
+      "aten::_to_copy",
+      "aten::max_pool2d_with_indices",
+      "aten::avg_pool2d",
+      "aten::upsample_nearest2d",
   };
   return names;
 }
@@ -199,9 +225,11 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& handle) {
     }
   }
   bool inplace_view = false;
+  bool pointwise = false;
   for (auto tag : handle.getTags()) {
     info->random |= tag == at::Tag::nondeterministic_seeded;
     inplace_view |= tag == at::Tag::inplace_view;
+    pointwise |= tag == at::Tag::pointwise;
   }
 
   info->writes.resize(schema.arguments().size(), Write::No);
@@ -254,6 +282,7 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& handle) {
     }
   }
   info->certain = starts_with(name, "aten::");
+  info->multiplies = !info->certain || !(pointwise || without_products().count(name) > 0);
   info->factory = info->certain && !info->any_write && !info->makes_unknown && !returns_alias &&
                   (!reads_tensors || like_factories().count(name) > 0);
   info->unrepeatable_return = unrepeatable_return(name);
@@ -312,8 +341,7 @@ const std::vector<const char*>& sabotage_names() {
   return names;
 }
 
-Sabotage sabotage() { return static_cast<Sabotage>(g_sabotage.load(std::memory_order_relaxed)); }
-void set_sabotage(Sabotage which) { g_sabotage.store(static_cast<int>(which)); }
+void set_sabotage(Sabotage which) { g_sabotage.store(which); }
 
 bool poisons() { return g_poison.load(std::memory_order_relaxed); }
 void set_poison(bool on) { g_poison.store(on); }

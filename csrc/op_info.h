@@ -5,6 +5,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 
+#include <atomic>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -41,6 +42,7 @@ struct OpInfo {
   bool makes_unknown = false;  // empty and its kin: a source with unknown content
   bool moves_storage = false;  // set_, t_, squeeze_ ...: changes metadata, writes no content
   bool never_replay = false;   // resize_, collectives: what it writes or returns becomes a source
+  bool multiplies = true;      // it may depend on how float32 products are computed
   bool certain = false;        // aten: replays bit for bit by construction; otherwise audited first
   bool any_write = false;
   int generator_argument =
@@ -114,7 +116,8 @@ enum class Sabotage : int {
 #undef DELTA_SABOTAGE_VALUE
 };
 const std::vector<const char*>& sabotage_names();  // by number
-Sabotage sabotage();
+inline std::atomic<Sabotage> g_sabotage{Sabotage::None};
+inline Sabotage sabotage() { return g_sabotage.load(std::memory_order_relaxed); }
 void set_sabotage(Sabotage which);
 
 // Whether host memory that is given back is filled with NaN, for tests of who still reads it.

@@ -1,9 +1,11 @@
 // The observer of atomic ops: boundaries, watermarks and seconds always; values, versions and
 // recipes while taping (forward, or backward with grad mode on).
 #include <ATen/Context.h>
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -20,7 +22,10 @@ namespace {
 
 constexpr int32_t kMostBackwards = 100;  // that keep their graph, in one step
 
-struct Observed : at::ObserverContext, Pooled<Observed> {};
+struct Observed : at::ObserverContext, Pooled<Observed> {
+  explicit Observed(bool s) : stranger(s) {}
+  bool stranger;  // a draw of a thread that is not followed
+};
 
 // Compiled code announces itself by these names; what it saves can be swapped, not made again.
 bool opaque_region(const char* name) {
@@ -54,6 +59,56 @@ bool python_handles(c10::ArrayRef<const c10::IValue> inputs) {
          sabotage() != Sabotage::SubclassesUnseen;
 }
 
+// Whether this is a thread of a backward that was called where a session is entered. Others have
+// that thread's state too (those of a process group, of torch.jit.fork) and compute something else.
+bool is_of_our_backward() {
+  if (torch::autograd::get_current_graph_task_id() == -1) {
+    return false;
+  }
+  using Hooks = decltype(at::impl::SavedTensorDefaultHooksTLS::stack);
+  struct Opened : Hooks {  // a stack shows its top only
+    static const container_type& elements(const Hooks& hooks) { return hooks.*(&Opened::c); }
+  };
+  for (const auto& pair : Opened::elements(at::SavedTensorDefaultHooks::get_tls_state().stack)) {
+    if (is_pack_hook(pair.first.ptr(getPyInterpreter()))) {
+      return true;
+    }
+  }
+  return false;
+}
+
+std::unique_ptr<at::ObserverContext> note_stranger(const at::RecordFunction& fn) {
+  if (sabotage() == Sabotage::OtherThreadsUnseen) {
+    return nullptr;
+  }
+  OpInfo* info = op_info(fn);
+  if (info == nullptr) {
+    return nullptr;
+  }
+  const auto inputs = fn.inputs();
+  if (info->any_write && !info->moves_storage) {
+    try {
+      for (const auto& session : watching_sessions()) {
+        session->note_foreign_writes(*info, inputs);
+      }
+    } catch (
+        const std::exception&) {  // a callback must not throw; no room for a copy is said later
+    }
+  }
+  if (!info->random) {
+    return nullptr;
+  }
+  bool from_default = true;
+  for (const auto& x : inputs) {
+    if (x.isGenerator()) {
+      const auto generator = x.toGenerator();
+      from_default = generator == at::globalContext().defaultGenerator(generator.device());
+    }
+  }
+  stranger_draws().begin(from_default);
+  return std::make_unique<Observed>(/*s=*/true);
+}
+
 std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& fn) {
   auto& ts = thread_state();
   if (ts.depth > 0 || ts.replaying) {
@@ -62,6 +117,9 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& fn) {
   c10::intrusive_ptr<Session> visited;
   Session* session = ts.session;
   if (session == nullptr) {
+    if (!is_of_our_backward()) {
+      return note_stranger(fn);
+    }
     visited = entered_session();
     session = visited.get();
     if (session == nullptr) {
@@ -93,11 +151,15 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& fn) {
   }
   ts.depth = 1;
   ts.visited = std::move(visited);
-  return std::make_unique<Observed>();
+  return std::make_unique<Observed>(/*s=*/false);
 }
 
 void on_end(const at::RecordFunction& fn, at::ObserverContext* context) {
   if (context == nullptr) {
+    return;
+  }
+  if (static_cast<const Observed*>(context)->stranger) {
+    stranger_draws().end();
     return;
   }
   auto& ts = thread_state();
@@ -113,60 +175,6 @@ void on_end(const at::RecordFunction& fn, at::ObserverContext* context) {
     session->end_op(ts, c10::ArrayRef<const c10::IValue>(outputs.data(), outputs.size()));
   } catch (const std::exception&) {
     ts.open.clear();
-  }
-}
-
-// Whether the recorder itself follows this thread: backward's threads inherit its callback.
-bool recorder_follows() {
-  if (thread_state().session != nullptr) {
-    return true;
-  }
-  for (const auto& each : at::get_record_function_tls_().sorted_tls_callbacks_) {
-    if (each.callback_.start() == &on_start) {
-      return true;
-    }
-  }
-  return false;
-}
-
-struct Drawing : at::ObserverContext, Pooled<Drawing> {};
-
-std::unique_ptr<at::ObserverContext> watch_start(const at::RecordFunction& fn) {
-  if (thread_state().replaying || recorder_follows() ||
-      sabotage() == Sabotage::OtherThreadsUnseen) {
-    return nullptr;
-  }
-  OpInfo* info = op_info(fn);
-  if (info == nullptr) {
-    return nullptr;
-  }
-  const auto inputs = fn.inputs();
-  if (info->any_write && !info->moves_storage) {
-    try {
-      for (const auto& session : watching_sessions()) {
-        session->note_foreign_writes(*info, inputs);
-      }
-    } catch (
-        const std::exception&) {  // a callback must not throw; no room for a copy is said later
-    }
-  }
-  if (!info->random) {
-    return nullptr;
-  }
-  bool from_default = true;
-  for (const auto& x : inputs) {
-    if (x.isGenerator()) {
-      const auto generator = x.toGenerator();
-      from_default = generator == at::globalContext().defaultGenerator(generator.device());
-    }
-  }
-  stranger_draws().begin(from_default);
-  return std::make_unique<Drawing>();
-}
-
-void watch_end(const at::RecordFunction&, at::ObserverContext* context) {
-  if (context != nullptr) {
-    stranger_draws().end();
   }
 }
 
@@ -207,13 +215,17 @@ bool any_needs_grad(c10::ArrayRef<const c10::IValue> inputs) {
   return found;
 }
 
-// What surrounds the op that is about to run. Copies generators, which allocates.
+// What surrounds the op that is about to run. `floats`: an input with dimensions has a floating
+// dtype, so that the results of an op of PyTorch do not go by the default one. The thread count is
+// read at the op's end: it may set it itself. Copies generators, which allocates.
 c10::intrusive_ptr<OpRecord> new_record(OpInfo* info, c10::ArrayRef<const c10::IValue> inputs,
-                                        c10::Device device) {
+                                        c10::Device device, bool grads, bool floats) {
   auto record = c10::make_intrusive<OpRecord>();
   record->info = info;
-  record->grad_mode = at::GradMode::is_enabled();
-  record->numbers = NumericContext::now(device.type());
+  record->grad_mode = grads;
+  record->numbers = NumericContext::without_threads(
+      device.type(), static_cast<uint8_t>((info->multiplies ? kNeedsPrecisions : 0) |
+                                          (floats && info->certain ? 0 : kNeedsDefaultDtype)));
   record->thread = thread_serial();
   record->device = device;
   record->uncertain_behind = !info->certain;
@@ -394,12 +406,6 @@ at::RecordFunctionCallback observer_callback() {
   return with_tensors(at::RecordFunctionCallback(on_start, on_end));
 }
 
-at::RecordFunctionCallback watcher_callback() {
-  return std::move(at::RecordFunctionCallback(watch_start, watch_end)
-                       .needsInputs(true)
-                       .scopes({at::RecordScope::FUNCTION}));
-}
-
 void enter_bare_observer() {
   TORCH_CHECK(g_bare == 0, "the bare observer is entered already");
   g_bare =
@@ -416,6 +422,8 @@ void leave_bare_observer() {
 void OpenOp::clear() {
   for (auto* ticket : pending) {
     ticket->state = Ticket::State::Kept;
+    at::Tensor saved = std::exchange(ticket->kept, at::Tensor(ticket->kept.tensor_data()));
+    thread_trash().take(c10::IValue(std::move(saved)));
   }
   pending.clear();
   for (auto& w : written) {
@@ -452,19 +460,21 @@ bool OpenOp::reads(const Page& page) {
 
 void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::IValue> inputs) {
   auto& open = ts.open;
-  if (open.record) {  // of an op that never ended
+  if (open.active || open.region) {  // of an op that never ended
     Guard guard(*this);
     open.clear();
   }
-  open.clear();
   open.info = info;
   open.active = true;
-  open.exceptions = std::uncaught_exceptions();
+  if (info->n_returns == 0) {  // of others it shows in what they returned whether they threw
+    open.exceptions = std::uncaught_exceptions();
+  }
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
-  if (!taping_ && !in_backward && at::GradMode::is_enabled() && any_needs_grad(inputs)) {
+  const bool grads = at::GradMode::is_enabled();
+  if (!taping_ && !in_backward && grads && any_needs_grad(inputs)) {
     taping_ = true;  // a forward: the optimizer that was stepping raised
   }
-  const bool taping = taping_ && (!in_backward || at::GradMode::is_enabled());
+  const bool taping = taping_ && (!in_backward || grads);
   if (in_backward) {
     graph_gone_ |= !torch::autograd::get_current_graph_task_keep_graph();
   } else if (phase_ == Phase::Backward && boundary_ && taping_) {
@@ -483,9 +493,9 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
   ++counters_.ops;
 
   uint64_t signature = mix(info->name_hash, in_backward ? 2 : 1);
-  const bool grads = at::GradMode::is_enabled();
   uint64_t wanted_grads = grads ? 1 : 0;
   int64_t input_bytes = 0;
+  bool floats = false;
   for (const auto& x : inputs) {
     for_each_tensor(x, [&](const at::Tensor& t, int) {
       signature = mix_geometry(signature, t);
@@ -494,13 +504,14 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
       }
       if (t.defined() && t.has_storage()) {
         input_bytes += t.numel() * static_cast<int64_t>(t.itemsize());
+        floats |= t.dim() > 0 && (t.is_floating_point() || t.is_complex());
       }
     });
   }
   c10::intrusive_ptr<OpRecord> record;
   if (taping) {
     open.strangers = stranger_draws().mark();
-    record = new_record(info, inputs, options_.device);
+    record = new_record(info, inputs, options_.device, grads, floats);
     record->tick = tick_;
   }
 
@@ -689,8 +700,8 @@ void Session::end_op(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs) 
     boundary_peak_bytes_ = std::max(boundary_peak_bytes_, most);
   }
   const bool threw =
-      std::uncaught_exceptions() > open.exceptions || (outputs.empty() && info.n_returns > 0);
-  const int32_t threads = open.record ? omp_threads() : 0;  // as the op itself may have set them
+      info.n_returns > 0 ? outputs.empty() : std::uncaught_exceptions() > open.exceptions;
+  const int32_t threads = open.record ? omp_threads() : 0;
   if (open.record && !open.record->draws.empty()) {
     note_draws(open);
   }
@@ -905,27 +916,29 @@ void Session::take_returned(OpenOp& open, bool unknown, int position, int index,
 void Session::resolve_pending(OpenOp& open) {
   for (size_t i = 0; i < open.pending.size(); ++i) {
     Ticket& ticket = *open.pending[i];
-    Page* page = find_page(storage_of(ticket.kept));
-    if (page == nullptr && saves_clone(open, ticket)) {
-      page = take_saved_clone(open, ticket);
+    at::Tensor saved = std::move(ticket.kept);
+    Page* page = find_page(storage_of(saved));
+    if (page == nullptr && saves_clone(open, saved)) {
+      page = take_saved_clone(open, saved);
     }
-    resolve(ticket, page);
+    resolve(ticket, page, saved);
+    thread_trash().take(c10::IValue(std::move(saved)));
   }
   open.pending.clear();
 }
 
 // Whether autograd saved `self.clone()` that it took before the in-place op.
-bool Session::saves_clone(const OpenOp& open, const Ticket& ticket) const {
+bool Session::saves_clone(const OpenOp& open, const at::Tensor& saved) const {
   const auto& inputs = open.record->inputs;
   return open.info->may_save_clone && !inputs.empty() && inputs[0].write != Write::No &&
-         inputs[0].argument == 0 && inputs[0].view.dtype == ticket.kept.dtype() &&
-         inputs[0].view.geometry.sizes_arrayref() == ticket.kept.sizes();
+         inputs[0].argument == 0 && inputs[0].view.dtype == saved.dtype() &&
+         inputs[0].view.geometry.sizes_arrayref() == saved.sizes();
 }
 
 // Records the clone as the op that it was.
-Page* Session::take_saved_clone(OpenOp& open, const Ticket& ticket) {
+Page* Session::take_saved_clone(OpenOp& open, const at::Tensor& saved) {
   const OpRecord& record = *open.record;
-  const auto& storage = ticket.kept.storage();
+  const auto& storage = saved.storage();
   const auto bytes = static_cast<int64_t>(storage.nbytes());
   auto clone = c10::make_intrusive<OpRecord>();
   clone->info = clone_op_info();
@@ -966,7 +979,7 @@ Page* Session::take_saved_clone(OpenOp& open, const Ticket& ticket) {
   note_stream(*page);
   page->look_at(*storage.unsafeGetStorageImpl());
   page->set_current(std::move(value));
-  return pages_.emplace(storage_of(ticket.kept), std::move(page)).first->second.get();
+  return pages_.emplace(storage_of(saved), std::move(page)).first->second.get();
 }
 
 }  // namespace delta

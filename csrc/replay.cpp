@@ -103,8 +103,9 @@ bool same_bytes(const c10::Storage& a, const c10::Storage& b) {
 class RecordedContext {
  public:
   explicit RecordedContext(const OpRecord& op)
-      : numbers_(sabotage() == Sabotage::NumericContextLost ? NumericContext::now(op.device.type())
-                                                            : op.numbers,
+      : numbers_(sabotage() == Sabotage::NumericContextLost
+                     ? NumericContext::now(op.device.type(), op.numbers.needs)
+                     : op.numbers,
                  op.device.type()),
         grad_(op.info->has_backend_kernel && op.grad_mode) {
     if (op.info->has_backend_kernel) {

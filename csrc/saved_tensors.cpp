@@ -86,14 +86,6 @@ at::Tensor as_pointed_elsewhere(const Ticket& ticket) {
 
 }  // namespace
 
-bool Ticket::is_away() const {
-  if (state != State::Managed) {
-    return false;
-  }
-  Session::Guard guard(*session);
-  return page->residency != Residency::Resident || page->audit_pending;
-}
-
 Ticket::~Ticket() {
   if (session) {
     session->release(*this);
@@ -161,7 +153,7 @@ void Session::pack(const at::Tensor& t, Ticket& ticket) {
       written |= w.page == page;
     }
     if (page == nullptr || written) {
-      ticket.kept = at::Tensor(t.tensor_data());
+      ticket.kept = t;  // until the op ends
       ticket.state = Ticket::State::Pending;
       ticket.made_by_op = true;
       open.pending.push_back(&ticket);
@@ -175,12 +167,12 @@ void Session::pack(const at::Tensor& t, Ticket& ticket) {
     keep(KeptReason::Unknown, nullptr);
     return;
   }
-  ticket.kept = at::Tensor(t.tensor_data());
-  resolve(ticket, page);
+  resolve(ticket, page, t);
 }
 
-// Gives a ticket its page, or leaves it with the tensor it keeps. Under the lock.
-void Session::resolve(Ticket& ticket, Page* page) {
+// Gives a ticket its page, or leaves it with a copy of the tensor `t` that was saved. Under the
+// lock.
+void Session::resolve(Ticket& ticket, Page* page, const at::Tensor& t) {
   ticket.state = Ticket::State::Kept;
   KeptReason reason = KeptReason::Managed;
   if (page == nullptr) {
@@ -192,6 +184,7 @@ void Session::resolve(Ticket& ticket, Page* page) {
   }
   ticket.reason = reason;
   if (reason != KeptReason::Managed) {
+    ticket.kept = at::Tensor(t.tensor_data());
     count_kept(ticket.kept, page, reason);
     return;
   }
@@ -199,7 +192,7 @@ void Session::resolve(Ticket& ticket, Page* page) {
   ticket.page = c10::intrusive_ptr<Page>::reclaim_copy(page);
   if (page->tickets++ == 0) {
     page->id = next_page_++;
-    page->strong = ticket.kept.storage();
+    page->strong = t.storage();
     page->packed_at = tick_;
     page->retry_tick = 0;
     page->next_use_cursor = 0;
@@ -232,13 +225,11 @@ void Session::resolve(Ticket& ticket, Page* page) {
     }
   }
   page->last_use = tick_;
-  // Not under the pool's eyes: a shallow copy owns no memory, but its death may drop the last
-  // storage.
-  thread_trash().take(c10::IValue(std::move(ticket.kept)));
-  ticket.kept = at::Tensor();
 }
 
-at::Tensor Session::unpack(Ticket& ticket) {
+// Most unpacked tensors are there. Returns an undefined tensor for what has to be brought back or
+// waited for first.
+at::Tensor Session::unpack_resident(Ticket& ticket) {
   check_version(ticket);
   if (at::Tensor now = as_pointed_elsewhere(ticket); now.defined()) {
     Guard guard(*this);
@@ -251,6 +242,43 @@ at::Tensor Session::unpack(Ticket& ticket) {
     return ticket.kept;
   }
   Page& page = *ticket.page;
+  c10::Storage storage;
+  {
+    Guard guard(*this);
+    if (page.residency != Residency::Resident || page.audit_pending || page.prefetched ||
+        page.arrival) {
+      return {};
+    }
+    note_used(page);
+    order_after_arrival(page, page.strong);
+    storage = page.strong;
+  }
+  return view_for(ticket, storage);
+}
+
+// Whoever writes to it is counted with all others who hold the tensor that was saved.
+at::Tensor Session::view_for(const Ticket& ticket, const c10::Storage& storage) const {
+  at::Tensor t = ticket.view.over(storage, options_.device);
+  if (ticket.version >= 0 && sabotage() != Sabotage::FreshVersionCounter) {
+    t.unsafeGetTensorImpl()->set_version_counter(ticket.version_counter);
+  }
+  return t;
+}
+
+void Session::note_used(Page& page) {
+  page.last_use = tick_;
+  note_stream(page);
+  frontier_ = page.packed_at;
+  ++counters_.unpacks;
+  ++counters_.managed_unpacks;
+  emit(EventKind::Used, &page, page.bytes, 0, key_of(*page.current));
+}
+
+at::Tensor Session::unpack(Ticket& ticket) {
+  if (at::Tensor there = unpack_resident(ticket); there.defined()) {
+    return there;
+  }
+  Page& page = *ticket.page;
   // The storage that rebuild returns pins the page until the view over it exists.
   c10::Storage storage = rebuild(page);
   bool audit_now = false;
@@ -258,22 +286,12 @@ at::Tensor Session::unpack(Ticket& ticket) {
     Guard guard(*this);
     audit_now = page.audit_pending;
     page.audit_pending = false;
-    page.last_use = tick_;
-    note_stream(page);
-    frontier_ = page.packed_at;
-    ++counters_.unpacks;
-    ++counters_.managed_unpacks;
-    emit(EventKind::Used, &page, page.bytes, 0, key_of(*page.current));
+    note_used(page);
   }
   if (audit_now) {
     audit(page);
   }
-  at::Tensor t = ticket.view.over(storage, options_.device);
-  if (ticket.version >= 0 && sabotage() != Sabotage::FreshVersionCounter) {
-    // Whoever writes to it is counted with all others who hold this tensor.
-    t.unsafeGetTensorImpl()->set_version_counter(ticket.version_counter);
-  }
-  return t;
+  return view_for(ticket, storage);
 }
 
 void Session::release(Ticket& ticket) {

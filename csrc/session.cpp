@@ -69,7 +69,7 @@ void Session::watch_threads() {
     watch.sessions.push_back(c10::intrusive_ptr<Session>::reclaim_copy(this));
   }
   if (watch.handle == 0) {
-    watch.handle = at::addGlobalCallback(watcher_callback());
+    watch.handle = at::addGlobalCallback(observer_callback());
   }
 }
 
@@ -111,7 +111,6 @@ void Session::enter() {
   ts.session = this;
   ts.depth = 0;
   ts.open.clear();
-  callback_ = at::addThreadLocalCallback(observer_callback());
   watch_threads();
   if (options_.device.is_cpu()) {
     cpu_pool::set_rescue(&rescue);
@@ -126,8 +125,7 @@ void Session::leave() {
   }
   entered_ = false;
   auto& ts = thread_state();
-  if (ts.session == this) {  // else the thread that entered it is gone, and its callback with it
-    at::removeCallback(callback_);
+  if (ts.session == this) {  // else the thread that entered it is gone
     ts.session = nullptr;
     ts.depth = 0;
     ts.open.clear();

@@ -251,8 +251,6 @@ struct Ticket {
   State state = State::Kept;
   KeptReason reason = KeptReason::Unknown;
 
-  bool is_away() const;  // unpacking will run ops
-
   ~Ticket();
 };
 
@@ -282,7 +280,7 @@ struct OpenOp {
   bool timed = false;   // its seconds count
   bool traced = false;  // they are shown
   std::chrono::steady_clock::time_point begin;
-  int exceptions = 0;  // in flight at its begin
+  int exceptions = 0;  // in flight at its begin, of one that returns nothing
   bool active = false;
   bool region = false;
 
@@ -377,14 +375,17 @@ struct Session : c10::intrusive_ptr_target {
   void take_written(OpenOp& open, bool unknown);
   void take_returned(OpenOp& open, bool unknown, int position, int index, const at::Tensor& t);
   void resolve_pending(OpenOp& open);
-  bool saves_clone(const OpenOp& open, const Ticket& ticket) const;
-  Page* take_saved_clone(OpenOp& open, const Ticket& ticket);
+  bool saves_clone(const OpenOp& open, const at::Tensor& saved) const;
+  Page* take_saved_clone(OpenOp& open, const at::Tensor& saved);
 
   // --- saved_tensors.cpp
   void pack(const at::Tensor& t, Ticket& ticket);
+  at::Tensor unpack_resident(Ticket& ticket);
   at::Tensor unpack(Ticket& ticket);
+  at::Tensor view_for(const Ticket& ticket, const c10::Storage& storage) const;
+  void note_used(Page& page);  // under the lock
   void release(Ticket& ticket);
-  void resolve(Ticket& ticket, Page* page);
+  void resolve(Ticket& ticket, Page* page, const at::Tensor& t);
 
   // --- victims.cpp
   int64_t make_room(int64_t bytes, bool inside_allocation);
@@ -575,7 +576,6 @@ struct Session : c10::intrusive_ptr_target {
   Counters counters_;
   std::mt19937_64 random_;
   std::atomic<bool> entered_ = false;
-  uint64_t callback_ = 0;
 };
 
 }  // namespace delta

@@ -1,8 +1,9 @@
 """What Python code does to a tensor's memory past PyTorch's dispatcher, made visible to the runtime.
 
 Covers the methods that write to a tensor without an op (`apply_`, `map_`, those of storages) and the ones
-that hand its memory to others who may write to it (`numpy`, `__array__`, DLPack). While a runtime is
-entered they tell it first; what they do is unchanged. Not covered: code that has the address of a tensor
+that hand its memory to others who may write to it (`numpy`, `__array__`, DLPack). From the first time
+that a runtime is entered until it is closed they tell it first; what they do is unchanged. (Not from step
+to step: each change of a class costs all that uses it.) Not covered: code that has the address of a tensor
 (`data_ptr`, C++ extensions, ctypes). What such code changes is found by evidence, or told by
 `delta_runtime.mark_written`.
 """
@@ -21,8 +22,10 @@ _WRITERS = ("apply_", "map_", "map2_")
 _SHARERS = ("numpy", "__array__", "__dlpack__")
 _STORAGE_WRITERS = ("fill_", "copy_", "byteswap", "resize_", "__setitem__", "_set_from_file")
 
-_lock = threading.Lock()
-_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+_lock = threading.RLock()
+_listeners: list[weakref.ref[Any]] = []
+# No WeakSet: its callbacks run Python code whenever a session dies, and what a signal handler raises in
+# there is lost.
 _originals: list[tuple[Any, str, Any]] = []
 
 
@@ -31,20 +34,30 @@ def listen(session: Any) -> None:
     with _lock:
         if not _originals:
             _install()
-        _listeners.add(session)
+        if all(listener() is not session for listener in _listeners):
+            _listeners.append(weakref.ref(session))
 
 
 def stop_listening(session: Any) -> None:
     """Tell it no more; with the last listener the methods are PyTorch's own again. Idempotent."""
     with _lock:
-        _listeners.discard(session)
-        if not _listeners:
-            _remove()
+        _forget(session)
+
+
+def _forget(session: Any) -> None:
+    """Of a session, and of those that died without being closed. Under the lock."""
+    _listeners[:] = [each for each in _listeners if each() not in (None, session)]
+    if not _listeners:
+        _remove()
 
 
 def _tell(tensor_or_storage: Any, *, writes: bool) -> None:
-    for session in tuple(_listeners):
+    heard = [session for listener in tuple(_listeners) if (session := listener()) is not None]
+    for session in heard:
         session.before_raw_access(tensor_or_storage, writes)
+    if not heard:
+        with _lock:
+            _forget(None)
 
 
 def _wrap(owner: Any, name: str, *, writes: bool) -> None:

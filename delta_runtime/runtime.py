@@ -210,7 +210,7 @@ class Runtime:
         self._step_events: list[Any] = []
         self._last: StepTotals | None = None
         self._totals = StepTotals()
-        self._mark = StepTotals()
+        self._last_planning_s = 0.0
         self._graph: StepGraph | None = None
         self._depth = 0
         self._in_step = False
@@ -317,8 +317,6 @@ class Runtime:
                     self._detach()
                 finally:
                     self._release()
-                    if not self._session.counters()["managed_pages"]:
-                        raw_access.stop_listening(self._session)
         if self.config.strict and isinstance(error, torch.OutOfMemoryError):
             raise self._infeasible() from error
 
@@ -497,9 +495,9 @@ class Runtime:
         Args:
             whole: whether there is something to learn from it: it did not raise.
         """
-        counters = self._session.counters()
-        if counters["packs"] == self._mark.packs:
+        if self._session.packs() == self._totals.packs:
             return
+        counters = self._session.counters()
         self._session.end_step()
         seconds = time.perf_counter() - self._step_begin_s
         self._planning.trained(seconds)
@@ -510,15 +508,14 @@ class Runtime:
             else counters["boundary_peak_bytes"]
         )
         over = bool(self.policy.evicts_to) and step_peak_bytes > self.budget_bytes
-        now = replace(
-            StepTotals.from_counters(
-                counters, peak_bytes=step_peak_bytes, steps=self._totals.steps + 1
-            ),
-            over_budget_steps=self._totals.over_budget_steps + over,
+        before = self._totals
+        self._totals = StepTotals.from_counters(
+            counters,
+            steps=before.steps + 1,
+            over_budget_steps=before.over_budget_steps + over,
+            peak_bytes=max(before.peak_bytes, step_peak_bytes),
         )
-        self._last = now.since(self._mark)
-        self._mark = now
-        self._totals = replace(now, peak_bytes=max(self._totals.peak_bytes, step_peak_bytes))
+        self._last = self._totals.since(before, peak_bytes=step_peak_bytes)
         before_s = self._planning.spent_s
         try:
             if whole:
@@ -529,8 +526,7 @@ class Runtime:
         except Exception:
             # Foresight only makes steps faster; without it the filter decides online.
             logger.exception("delta_runtime: no plan could be made for this step")
-        self._last = replace(self._last, planning_s=self._planning.spent_s - before_s)
-        self._totals = replace(self._totals, planning_s=self._planning.spent_s)
+        self._last_planning_s = self._planning.spent_s - before_s
         self._warn_if_over(step_peak_bytes)
         self._warn_if_failed()
         if self._trace is not None:
@@ -728,8 +724,8 @@ class Runtime:
             budget_bytes=self.budget_bytes if self.policy.evicts_to else 0,
             policy=self.policy.name,
             device=str(self.device),
-            last=self._last or StepTotals(),
-            totals=self._totals,
+            last=replace(self._last or StepTotals(), planning_s=self._last_planning_s),
+            totals=replace(self._totals, planning_s=self._planning.spent_s),
             activation_bytes=self._graph.activation_bytes if self._graph else 0,
             ordinary_peak_bytes=self._graph.peak_bytes if self._graph else 0,
             bounds=self._bounds(),

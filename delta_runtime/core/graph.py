@@ -100,12 +100,12 @@ class StepGraph:
         """Bytes of all saved values together."""
         return int(self.saved_bytes.sum())
 
-    @property
+    @cached_property
     def peak_bytes(self) -> int:
         """Highest live bytes of the step with nothing dropped."""
         return int((self.op_ordinary_bytes + self.op_watermark_bytes).max(initial=0))
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Seconds of all ops together."""
         return float(self.op_seconds.sum())

@@ -10,7 +10,7 @@ import contextlib
 import io
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from delta_runtime.core.model import Bounds
@@ -137,36 +137,34 @@ class StepTotals:
     kept_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def from_counters(
-        cls, counters: Mapping[str, Any], *, peak_bytes: int, steps: int
-    ) -> StepTotals:
-        """Take the extension's counters over."""
-        known = {f.name for f in fields(cls)}
-        given = {name: value for name, value in counters.items() if name in known}
-        return cls(**given | {"peak_bytes": peak_bytes, "steps": steps})
+    def from_counters(cls, counters: Mapping[str, Any], **others: int) -> StepTotals:
+        """Take the extension's counters over, and what others have counted."""
+        given = {name: counters[name] for name in _NAMES if name in counters}
+        return cls(**given | others)
 
-    def since(self, earlier: StepTotals) -> StepTotals:
-        """What happened between an earlier count and this one."""
-        levels = {
-            "peak_bytes",
-            "shortfall_bytes",
-            "exposed_bytes",
-            "begin_bytes",
-            "stuck_bytes",
-            "uncounted_bytes",
-            "write_error",
-            "read_error",
-        }
-        changes: dict[str, Any] = {}
-        for f in fields(self):
-            now, then = getattr(self, f.name), getattr(earlier, f.name)
-            if f.name in levels or isinstance(now, str):
-                continue
-            if isinstance(now, Mapping):
-                changes[f.name] = {key: now[key] - then.get(key, 0) for key in now}
-            else:
-                changes[f.name] = now - then
-        return replace(self, **changes)
+    def since(self, earlier: StepTotals, *, peak_bytes: int) -> StepTotals:
+        """What happened between an earlier count and this one, with the peak of that time."""
+        then = earlier.kept_bytes
+        return StepTotals(
+            **{name: getattr(self, name) - getattr(earlier, name) for name in _COUNTED},
+            **{name: getattr(self, name) for name in _LEVELS},
+            peak_bytes=peak_bytes,
+            kept_bytes={key: now - then.get(key, 0) for key, now in self.kept_bytes.items()},
+        )
+
+
+_NAMES = tuple(f.name for f in fields(StepTotals))
+_LEVELS = (
+    "shortfall_bytes",
+    "exposed_bytes",
+    "begin_bytes",
+    "stuck_bytes",
+    "stuck_op",
+    "uncounted_bytes",
+    "write_error",
+    "read_error",
+)
+_COUNTED = tuple(name for name in _NAMES if name not in {*_LEVELS, "peak_bytes", "kept_bytes"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,17 +50,7 @@ def by_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize(
     "forward",
-    [
-        pytest.param(
-            f,
-            marks=pytest.mark.xfail(
-                reason="under load a coalesced all-reduce is missed now and then; evidence is loud"
-            ),
-        )
-        if f.__name__ == "reduced_several"
-        else f
-        for f in TOGETHER
-    ],
+    TOGETHER,
     ids=lambda f: f.__name__,
 )
 def test_two_processes(by_two: list[dict[str, str]], forward) -> None:
