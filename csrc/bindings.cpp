@@ -62,6 +62,7 @@ void set_python_error() {
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
   }
+  prefer_signals();
 }
 
 // pack(tensor) -> ticket. `self` is the session that the hook was made for.

@@ -47,7 +47,9 @@ class BorrowedGenerator {
   at::Tensor theirs_;
 };
 
-// native_dropout takes no generator; on the CPU it is these ops, of which one draws.
+// native_dropout takes no generator; on the CPU it is these ops, of which one draws. Of an input
+// that is contiguous: the mask of another is drawn in the order that it lies in memory, by some
+// versions of PyTorch.
 void dropout_with(const at::Generator& generator, torch::jit::Stack& stack) {
   const at::Tensor input = stack[0].toTensor();
   const double keep = 1. - stack[1].toDouble();
@@ -146,7 +148,8 @@ void run_with_draws(const OpInfo& info, const std::vector<RecordedDraw>& draws,
     }
     return;
   }
-  if (info.name == "aten::native_dropout" && draws.front().generator.device().is_cpu() && !shared) {
+  if (info.name == "aten::native_dropout" && draws.front().generator.device().is_cpu() && !shared &&
+      stack[0].toTensor().is_contiguous()) {
     dropout_with(draws.front().before.clone(), stack);  // it drew, so it was in training
     return;
   }

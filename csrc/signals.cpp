@@ -227,6 +227,23 @@ void let_signals_in() {
   }
 }
 
+void prefer_signals() {
+  if (!is_main_thread() || g_depth > 0) {
+    return;
+  }
+  PyObject* type = nullptr;
+  PyObject* error = nullptr;
+  PyObject* trace = nullptr;
+  PyErr_Fetch(&type, &error, &trace);
+  if (PyErr_CheckSignals() == 0) {
+    PyErr_Restore(type, error, trace);
+    return;
+  }
+  Py_XDECREF(type);
+  Py_XDECREF(error);
+  Py_XDECREF(trace);
+}
+
 // ---------------------------------------------------------------- for Python
 
 namespace {

@@ -15,6 +15,7 @@
 //     rebuilding and waiting for a lane on behalf of an unpack let handlers run now and then.
 //     Handlers never run in the midst of planning: numpy, for one, swallows what is raised while it
 //     looks up attributes.
+//  4. An error of ours may meet a signal that came while autograd ran: see prefer_signals().
 #pragma once
 
 #include <Python.h>
@@ -41,6 +42,11 @@ void raise_later();
 // Raises what a signal handler raises now, as a C++ exception, if the last look was some time ago.
 // Without the GIL; does nothing under a Shield and off the main thread.
 void let_signals_in();
+
+// An error of ours is set and about to go through autograd, which asks for its text and swallows
+// what a signal handler raises meanwhile. So handlers of signals that have come run now: what they
+// raise takes the error's place. With the GIL.
+void prefer_signals();
 
 // Adds Shielded and what belongs to it to the module. Sets a Python error and returns false if it
 // cannot.

@@ -316,6 +316,26 @@ def test_an_interrupt_in_an_op_that_is_audited_arrives_and_says_nothing_of_the_o
     runtime.close()
 
 
+def test_an_interrupt_that_meets_an_error_of_ours_arrives(way):
+    """It came while autograd ran. Autograd asks for the error's text, and swallows what a handler raises in there."""
+    x = torch.ones(64, requires_grad=True)
+    a, b = torch.ones(1500, 1500, requires_grad=True), torch.ones(1500, 1500)
+    runtime = tight()
+    timer = threading.Timer(0.02, interrupt_by(way))
+    with pytest.raises(WAYS[way]), runtime.step():
+        y = x.exp()
+        h = y.sin()  # saves y
+        with torch.no_grad():
+            y.add_(1)
+        loss = (a @ b).sum() + h.sum()  # the product's backward runs first, and takes its time
+        timer.start()
+        with contextlib.suppress(delta.InplaceModification):
+            loss.backward()
+        pytest.fail("it was swallowed")
+    timer.join()
+    runtime.close()
+
+
 # -------------------------------------------------------------------------------------- any moment
 
 

@@ -15,6 +15,7 @@ from torch import Generator, Tensor, nn
 from tests.faults.harness import (
     N,
     Step,
+    boundary,
     by_dropping,
     check,
     constant,
@@ -204,6 +205,50 @@ def test_a_thread_draws_while_ops_are_rebuilt_that_take_no_generator(
         return step
 
     check(program, "drop_all", steps=TRIES, may_be_loud=True, may_be_kept=True)
+
+
+def _dropout(h: Tensor) -> Tensor:
+    return F.dropout(h, 0.3)
+
+
+def _bernoulli(h: Tensor) -> Tensor:
+    return h * torch.bernoulli(h.detach().sigmoid())
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda h: h.t(),
+    "every other column": lambda h: h[:, ::2],
+    "channels last": lambda h: h.view(4, 4, 32, 32).to(memory_format=torch.channels_last),
+    "solved": lambda h: torch.linalg.solve(torch.eye(N) * 4, h),  # column by column
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "op",
+    [_rand_like, _randn_like, _native_dropout, _dropout, _rrelu, _bernoulli, _randint_like],
+    ids=lambda f: f.__name__,
+)
+def test_numbers_are_drawn_in_the_order_of_the_memory(
+    op: Callable[[Tensor], Tensor], layout: str
+) -> None:
+    def program() -> Step:
+        w = leaf(N, N)
+
+        def step(k: int) -> Sequence[Tensor]:
+            torch.manual_seed(k)
+
+            def forward() -> Tensor:
+                return op(LAYOUTS[layout](w * 1.5)).tanh().square().mean()
+
+            loss = forward()
+            boundary()
+            loss.backward()
+            return [loss.detach(), *taken(w)]
+
+        return step
+
+    check(program, "drop_all")
 
 
 @pytest.mark.parametrize("op", [F.dropout, F.feature_alpha_dropout], ids=lambda f: f.__name__)
