@@ -35,6 +35,16 @@ struct NumericContext {
   static NumericContext now(c10::DeviceType device, uint8_t needs = kNeedsAll);
   static NumericContext without_threads(c10::DeviceType device, uint8_t needs);
 
+  // The same with fewer needs.
+  NumericContext only(uint8_t fewer) const {
+    NumericContext n = *this;
+    n.needs = fewer;
+    if ((fewer & kNeedsDefaultDtype) == 0) {
+      n.default_dtype = NumericContext().default_dtype;
+    }
+    return n;
+  }
+
   // Of two that were read for the same needs.
   bool operator==(const NumericContext& other) const {
     return flags == other.flags && precisions == other.precisions &&

@@ -899,6 +899,9 @@ void Session::take_returned(OpenOp& open, bool unknown, int position, int index,
   Page& page = *entry->second;
   note_stream(page);
   page.look_at(*storage);
+  if (open.info->dtype_argument >= 0) {
+    open.record->result_dtype = t.scalar_type();
+  }
   if (t.requires_grad()) {
     open.depth = 0;  // autograd's own graph holds more than the records of it
   }

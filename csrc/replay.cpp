@@ -102,10 +102,10 @@ bool same_bytes(const c10::Storage& a, const c10::Storage& b) {
 // What surrounded the op when it was recorded.
 class RecordedContext {
  public:
-  explicit RecordedContext(const OpRecord& op)
+  explicit RecordedContext(const OpRecord& op, uint8_t needs)
       : numbers_(sabotage() == Sabotage::NumericContextLost
-                     ? NumericContext::now(op.device.type(), op.numbers.needs)
-                     : op.numbers,
+                     ? NumericContext::now(op.device.type(), needs)
+                     : op.numbers.only(needs),
                  op.device.type()),
         grad_(op.info->has_backend_kernel && op.grad_mode) {
     if (op.info->has_backend_kernel) {
@@ -128,6 +128,21 @@ const at::Tensor element(const c10::IValue& x, int index) {
   }
   const c10::IValue& found = x.toListRef()[static_cast<size_t>(index)];
   return found.isTensor() ? found.toTensor() : at::Tensor();
+}
+
+// The default dtype is that of all threads: an op that takes its result's dtype is told that
+// instead. Returns what else the op needs of its surroundings.
+uint8_t told_its_dtype(const OpRecord& op, torch::jit::Stack& stack) {
+  const uint8_t needs = op.numbers.needs;
+  if ((needs & kNeedsDefaultDtype) == 0 || op.info->dtype_argument < 0 ||
+      op.result_dtype == at::ScalarType::Undefined) {
+    return needs;
+  }
+  auto& dtype = stack[static_cast<size_t>(op.info->dtype_argument)];
+  if (dtype.isNone()) {
+    dtype = static_cast<int64_t>(op.result_dtype);
+  }
+  return needs & static_cast<uint8_t>(~kNeedsDefaultDtype);
 }
 
 // How an op is run again: as it ran before, or by a shortcut.
@@ -282,7 +297,7 @@ std::vector<c10::Storage> run(OpRecord& op, Plan& plan, Way& way) {
   }
   if (inputs.empty() || sabotage() != Sabotage::PreWriteValue) {
     const auto call = [&] {
-      RecordedContext context(op);
+      RecordedContext context(op, told_its_dtype(op, stack));
       if (way.shortcut != nullptr && op.info->takes_generator() && !op.draws.empty()) {
         stack[static_cast<size_t>(op.info->generator_argument)] = op.draws.front().before.clone();
       }

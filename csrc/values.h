@@ -174,6 +174,7 @@ struct OpRecord : c10::intrusive_ptr_target, Pooled<OpRecord> {
   uint32_t thread = 0;       // that it ran on: see replay_thread.h
   c10::Device device{c10::kCPU};
   bool grad_mode = false;
+  at::ScalarType result_dtype = at::ScalarType::Undefined;  // where the op takes it as an argument
   bool keeps_objects = false;
   bool repeats = true;            // false: something was seen that a replay would not meet again
   bool uncertain_behind = false;  // it, or an op behind it, is not certain to repeat

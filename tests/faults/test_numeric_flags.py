@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +21,7 @@ from tests.faults.harness import (
     in_thread,
     leaf,
     taken,
+    threads_running,
 )
 from tests.support.bitwise import freeze
 from tests.support.fixtures import one_thread  # noqa: F401
@@ -366,3 +368,88 @@ def test_settings_of_a_thread_that_backward_does_not_run_on(mode: str) -> None:
         return step
 
     check(program, mode, steps=4)
+
+
+# ------------------------------------------------------------------------------------- the default dtype
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+WITHOUT_A_DTYPE: dict[str, Callable[[], Tensor]] = {
+    "rand": lambda: torch.rand(N, N),
+    "randn": lambda: torch.randn(N, N),
+    "linspace": lambda: torch.linspace(0, 1, N * N).view(N, N),
+    "arange": lambda: torch.arange(0, N * N / 4, 0.25).view(N, N),
+    "whole numbers": lambda: torch.arange(N * N).view(N, N) % 7,
+    "eye": lambda: torch.eye(N),
+    "full": lambda: torch.full((N, N), 1 / 3),
+    "normal": lambda: torch.normal(0.0, 1.0, (N, N)),
+    "of whole numbers": lambda: torch.ones(N, N, dtype=torch.int32) / 3,
+    "sum of whole numbers": lambda: torch.ones(N, N, 2, dtype=torch.int32).sum(2) / 3,
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_DTYPE)
+def test_results_whose_dtype_nobody_says(name: str) -> None:
+    def program() -> Step:
+        w = leaf(N, N)
+
+        def step(k: int) -> list[Tensor]:
+            torch.manual_seed(k)
+
+            def forward() -> Tensor:
+                with default_dtype(torch.float64):
+                    h = WITHOUT_A_DTYPE[name]() * 1.5
+                return (h.sin() * w).tanh().mean()
+
+            loss = forward()
+            loss.backward()
+            return [loss.detach(), *taken(w)]
+
+        return step
+
+    check(program, "drop_all")
+
+
+@pytest.mark.parametrize("name", ["rand", "linspace", "eye", "full"])
+def test_another_thread_makes_tensors_of_the_default_dtype_meanwhile(name: str) -> None:
+    """The default is that of all threads: it is not set for a rebuild where the op can be told."""
+
+    def program() -> Step:
+        w = leaf(N, N)
+        wrong: list[torch.dtype] = []
+
+        def make(stop: threading.Event) -> None:
+            while not stop.is_set():
+                dtype = torch.zeros(2).dtype
+                if dtype is not torch.float32:
+                    wrong.append(dtype)
+
+        def step(k: int) -> list[Tensor]:
+            torch.manual_seed(k)
+
+            def forward() -> Tensor:
+                total = w.sum() * 0.0
+                for _ in range(20):
+                    with default_dtype(torch.float64):
+                        h = WITHOUT_A_DTYPE[name]() * 1.5
+                    total = total + (h.sin() * w).tanh().mean()
+                return total
+
+            loss = forward()
+            with threads_running(make):
+                loss.backward()
+            assert not wrong
+            return [loss.detach(), *taken(w)]
+
+        return step
+
+    check(program, "drop_all")
