@@ -227,6 +227,15 @@ void let_signals_in() {
   }
 }
 
+namespace {
+
+int end_shield(void* shield) {
+  delete static_cast<Shield*>(shield);
+  return 0;
+}
+
+}  // namespace
+
 void prefer_signals() {
   if (!is_main_thread() || g_depth > 0) {
     return;
@@ -237,11 +246,15 @@ void prefer_signals() {
   PyErr_Fetch(&type, &error, &trace);
   if (PyErr_CheckSignals() == 0) {
     PyErr_Restore(type, error, trace);
-    return;
+  } else {
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(trace);
   }
-  Py_XDECREF(type);
-  Py_XDECREF(error);
-  Py_XDECREF(trace);
+  auto* held = new Shield();
+  if (Py_AddPendingCall(end_shield, held) != 0) {
+    delete held;
+  }
 }
 
 // ---------------------------------------------------------------- for Python

@@ -44,8 +44,9 @@ void raise_later();
 void let_signals_in();
 
 // An error of ours is set and about to go through autograd, which asks for its text and swallows
-// what a signal handler raises meanwhile. So handlers of signals that have come run now: what they
-// raise takes the error's place. With the GIL.
+// what a signal handler raises meanwhile. So handlers of signals that have come run now, and what
+// they raise takes the error's place; those of signals that come from now on wait until Python runs
+// again. With the GIL.
 void prefer_signals();
 
 // Adds Shielded and what belongs to it to the module. Sets a Python error and returns false if it
