@@ -83,6 +83,8 @@ def sabotage_number(name: str) -> int:
         return 0
     if name.lstrip("-").isdigit():
         return int(name)
+    import torch  # noqa: F401  the extension is linked with its libraries
+
     from delta_runtime import _C
 
     known = getattr(_C, "sabotage_names", dict)()
