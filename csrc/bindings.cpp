@@ -19,6 +19,7 @@
 #include "session.h"
 #include "signals.h"
 #include "spill_file.h"
+#include "stream_lane.h"
 
 namespace py = pybind11;
 
@@ -392,6 +393,21 @@ void bind_session(py::module_& m) {
       .def("begin_step", &Session::begin_step)
       .def("end_step", &Session::end_step)
       .def("forget_past", &Session::forget_past)
+      .def(
+          "judge",
+          [](Session& s, bool later) {
+            std::string text = s.judge();
+            if (!later) {
+              const std::string before = s.take_verdict();
+              return before.empty() ? text : before;
+            }
+            Session::Guard guard(s);
+            s.verdict_ = s.verdict_.empty() ? text : s.verdict_;
+            return std::string();
+          },
+          py::arg("later") = false, py::call_guard<py::gil_scoped_release>(),
+          "Compare, on an accelerator, what came back with what went, waiting for the device if "
+          "there is anything to compare. Says what differed; later: to whoever asks next.")
       .def("mark_written", &Session::mark_written)
       .def("prepare_write", &Session::prepare_write)
       .def(
@@ -408,6 +424,16 @@ void bind_session(py::module_& m) {
           },
           py::arg("tensor_or_storage"), py::arg("writes"),
           "Python code is about to get hold of its memory, or to write to it unseen.")
+      .def(
+          "begin_copies",
+          [](Session& s) {
+            Session::Guard guard(s);
+            const auto pages = s.candidates_;
+            for (Page* page : pages) {
+              s.write_back(*page);
+            }
+          },
+          "Copy what is saved to a tier below, and free nothing; for tests.")
       .def("make_room", [](Session& s, int64_t bytes) { return s.make_room(bytes, false); })
       .def("counters", &counters_of)
       .def("packs", [](const Session& s) { return s.counters_.packs; })
@@ -613,6 +639,16 @@ PYBIND11_MODULE(_C, m) {
   m.def("enter_bare_observer", &delta::enter_bare_observer,
         "Observe every op and do nothing: the floor.");
   m.def("leave_bare_observer", &delta::leave_bare_observer);
+  m.def(
+      "device_hash",
+      [](const at::Tensor& t) {
+        delta::DeviceHashes table(t.device());
+        const int32_t row = table.hash(t.storage(), delta::current_stream_id(t.device()));
+        TORCH_CHECK(row >= 0, "no hash could be made");
+        const delta::Hash128 hash = table.read()[static_cast<size_t>(row)];
+        return py::make_tuple(hash.words[0], hash.words[1]);
+      },
+      "The hash of all bytes of a tensor's storage on an accelerator, for tests.");
   m.def("live_records", &delta::live_records, "Op records alive in this process.");
   m.def("preallocate", &delta::preallocate, py::call_guard<py::gil_scoped_release>(),
         "Take disk space for the first bytes of a file now; 0 or an errno.");

@@ -10,7 +10,8 @@
 //     that differs too, an error is raised; its ops are not run again from then on, and nothing is
 //     recomputed from what it read. From then on no op is certain: each is compared while the
 //     original is there.
-//  4. Bytes are hashed on the CPU only. An accelerator's are compared when an op is audited.
+//  4. On an accelerator hashes are made and kept there, and are compared when the step's backward
+//     is over: see device_evidence.cpp. What differs has been used by then, and the error says so.
 #include <sstream>
 
 #include "errors.h"
@@ -23,10 +24,6 @@ namespace {
 constexpr int32_t kFirstSteps = 2;         // in which everything is compared
 constexpr int64_t kMostStepsBetween = 49;  // two comparisons of a value after that
 
-uint64_t evidence_key(const Value& value, bool copied) {
-  return mix(value.sequence_key(), copied ? 1 : 0);
-}
-
 PythonRandom& python_random() {
   static auto* hooks = new PythonRandom();  // never freed: they hold Python objects
   return *hooks;
@@ -34,10 +31,14 @@ PythonRandom& python_random() {
 
 }  // namespace
 
-void Session::take_evidence(Page& page, bool copied) {
+uint64_t evidence_key(const Value& value, bool copied) {
+  return mix(value.sequence_key(), copied ? 1 : 0);
+}
+
+bool Session::take_evidence(Page& page, bool copied) {
   page.hashed = false;
-  if (options_.verify == Verify::Off || !options_.device.is_cpu()) {
-    return;
+  if (options_.verify == Verify::Off) {
+    return true;
   }
   const Value& value = *page.current;
   bool wanted = options_.verify == Verify::Always || mismatched_;
@@ -51,32 +52,54 @@ void Session::take_evidence(Page& page, bool copied) {
     const Evidence& known = evidence_[evidence_key(value, copied)];
     wanted = known.steps < kFirstSteps || step_ >= known.due_step;
   }
-  if (wanted) {
-    page.hash = hash_of(page.strong.data(), page.bytes);
-    page.hashed = true;
+  if (!wanted) {
+    return true;
   }
+  if (device_evidence_) {
+    return take_device_evidence(page);
+  }
+  page.hash = hash_of(page.strong.data(), page.bytes);
+  page.hashed = true;
+  return true;
 }
 
-bool Session::is_as_it_went(Page& page, const c10::Storage& storage, bool copied) {
-  if (!page.hashed || !options_.device.is_cpu()) {
+bool Session::is_as_it_went(Page& page, const c10::Storage& storage, bool copied,
+                            std::shared_ptr<const Suspects> suspects) {
+  if (!page.hashed) {
+    return true;
+  }
+  if (device_evidence_ && static_cast<int64_t>(storage.nbytes()) == page.bytes) {
+    compare_later(page, storage, copied, std::move(suspects));
     return true;
   }
   ++counters_.comparisons;
-  if (static_cast<int64_t>(storage.nbytes()) != page.bytes ||
+  if (device_evidence_ || static_cast<int64_t>(storage.nbytes()) != page.bytes ||
       hash_of(storage.data(), page.bytes) != page.hash) {
     return false;
   }
   page.hashed = false;
-  Evidence& known = evidence_[evidence_key(*page.current, copied)];
+  note_same(evidence_[evidence_key(*page.current, copied)]);
+  return true;
+}
+
+// Says when a value that came back as it went is to be compared again. On an accelerator that is
+// the same step for all, so that the host waits in few of them.
+void Session::note_same(Evidence& known) {
   if (known.last_step != step_) {
     known.last_step = step_;
     ++known.steps;
+  }
+  if (device_evidence_) {
+    const int64_t phase = static_cast<int64_t>(options_.seed % kMostStepsBetween);
+    known.due_step = known.steps < kFirstSteps
+                         ? step_ + 1
+                         : step_ + kMostStepsBetween - (step_ + phase) % kMostStepsBetween;
+    return;
   }
   const int64_t least = known.steps > kFirstSteps ? kMostStepsBetween / 2 : 1;
   known.due_step = step_ + least +
                    static_cast<int64_t>(evidence_random_() %
                                         static_cast<uint64_t>(kMostStepsBetween - least + 1));
-  return true;
 }
 
 // What the value lay in changes unseen: nothing is recomputed from there any more.
@@ -109,27 +132,37 @@ void Session::lose_trust(const std::vector<c10::intrusive_ptr<OpRecord>>& ops) {
   ++anchor_epoch_;
 }
 
+std::string names_of(const std::vector<const OpInfo*>& ops) {
+  std::string text;
+  size_t shown = 0;
+  for (const OpInfo* op : ops) {
+    if (++shown > 6) {
+      return text + " ...";
+    }
+    text += (shown > 1 ? ", " : " ") + op->name;
+  }
+  return text;
+}
+
+std::string likely_causes() {
+  return "Likely causes: code that PyTorch does not see wrote to a tensor (numpy, ctypes, a C++ "
+         "extension, a kernel of your own: tell it with delta_runtime.mark_written); an op of your "
+         "own does not repeat; a thread changed a tensor or a flag. From now on these ops are not "
+         "run again and their results are kept or swapped: the next step works.";
+}
+
 std::string mismatch_text(const Page& page, const std::vector<c10::intrusive_ptr<OpRecord>>& ops) {
   std::ostringstream text;
+  std::vector<const OpInfo*> infos;
+  for (const auto& op : ops) {
+    infos.push_back(op->info);
+  }
   text << "delta_runtime: a saved tensor of " << page.bytes << " bytes, made by "
        << (page.current->producer ? page.current->producer->info->name : std::string("?"))
-       << ", came out different when it was recomputed by";
-  size_t shown = 0;
-  for (const auto& op : ops) {
-    if (++shown > 6) {
-      text << " ...";
-      break;
-    }
-    text << (shown > 1 ? ", " : " ") << op->info->name;
-  }
-  text << ". It is not used, and gradients of this backward are incomplete; weights and optimizer "
-          "state are as they were. Likely causes: code that PyTorch does not see wrote to a tensor "
-          "(numpy, ctypes, a C++ extension, a kernel of your own: tell it with "
-          "delta_runtime.mark_written); an op of your own does not repeat; a thread changed a "
-          "tensor "
-          "or a flag. From now on these ops are not run again and their results are kept or "
-          "swapped: "
-          "the next step works.";
+       << ", came out different when it was recomputed by" << names_of(infos)
+       << ". It is not used, and gradients of this backward are incomplete; weights and optimizer "
+          "state are as they were. "
+       << likely_causes();
   return text.str();
 }
 

@@ -52,22 +52,13 @@ struct Plan {
   std::vector<c10::intrusive_ptr<OpRecord>> ops;
   std::vector<uint64_t> shortcuts;  // keys of those that were taken
   ska::flat_hash_map<Value*, Slot> slots;
-};
-
-// No autograd, autocast, Python dispatch, observer or profiler below this.
-class Quiet {
- public:
-  Quiet() : was_replaying_(thread_state().replaying) { thread_state().replaying = true; }
-  ~Quiet() { thread_state().replaying = was_replaying_; }
-
- private:
-  bool was_replaying_;
-  at::NoGradGuard no_grad_;
-  c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset | c10::python_ks};
-  at::RecordFunctionGuard no_callbacks_{/*is_enabled=*/false};
+  std::shared_ptr<const Suspects> suspects;  // made when something of it is to be compared later
 };
 
 }  // namespace
+
+Quiet::Quiet() : was_replaying_(thread_state().replaying) { thread_state().replaying = true; }
+Quiet::~Quiet() { thread_state().replaying = was_replaying_; }
 
 c10::Storage fresh_storage(int64_t bytes, c10::Device device, bool zeros) {
   Quiet quiet;
@@ -546,8 +537,12 @@ struct Different {
   Page* page;
 };
 
-void install(Session& session, Page& page, const c10::Storage& storage, double seconds) {
-  if (!session.is_as_it_went(page, storage, /*copied=*/false)) {
+void install(Session& session, Plan& plan, Page& page, const c10::Storage& storage,
+             double seconds) {
+  if (page.hashed && session.device_evidence_ && !plan.suspects) {
+    plan.suspects = session.suspects_of(plan.ops);
+  }
+  if (!session.is_as_it_went(page, storage, /*copied=*/false, plan.suspects)) {
     throw Different{&page};
   }
   session.rehome(page, storage);
@@ -627,7 +622,7 @@ c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs, b
       }
       if (installs && value->home != nullptr && value->home->tickets > 0 &&
           value->home->residency == Residency::Dropped) {
-        install(session, *value->home, made[i], seconds);
+        install(session, plan, *value->home, made[i], seconds);
       }
       auto slot = plan.slots.find(value);
       if (slot != plan.slots.end() && slot->second.uses > 0 && !slot->second.storage) {
@@ -638,6 +633,10 @@ c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs, b
     for (auto& storage : made) {
       thread_trash().take(std::move(storage));
       storage = c10::Storage();
+    }
+    if (session.device_evidence_) {
+      guard.unlock();
+      session.hash_returned();
     }
   }
   {
@@ -665,6 +664,7 @@ void discard(Session& session, Plan& plan, c10::intrusive_ptr<Value>* root = nul
   }
   plan.slots.clear();
   plan.ops.clear();
+  plan.suspects.reset();
   if (root != nullptr) {
     root->reset();
   }
@@ -687,12 +687,15 @@ bool drop_starts(Session& session, Plan& plan) {
   }
   discard(session, plan);
   Session::Guard guard(session);
+  session.begin_evictions();
   bool any = false;
-  for (const auto& value : starts) {
-    Page* home = value->home;
-    any |= home != nullptr && home->tickets > 0 && home->bytes * small >= bytes &&
-           session.is_alone(*home) && session.drop_page(*home);
-  }
+  do {
+    for (const auto& value : starts) {
+      Page* home = value->home;
+      any |= home != nullptr && home->tickets > 0 && home->bytes * small >= bytes &&
+             session.is_alone(*home) && session.drop_page(*home);
+    }
+  } while (session.take_hashes(guard));
   starts.clear();  // a value may die with this
   return any;
 }
@@ -707,6 +710,7 @@ void pin(Session& session, PagePtrs& pages, Pins& pins) {
   for (auto& page : pages) {
     pins.push_back(session.bring_back(*page));
   }
+  session.hash_returned();
   Session::Guard guard(session);
   pages.clear();  // a page may die with this
 }
@@ -723,6 +727,7 @@ c10::Storage Session::rebuild(Page& page) {
   for (;;) {
     if (c10::Storage storage = bring_back(page)) {
       discard(*this, plan, &root);
+      hash_returned();
       return storage;
     }
     try {

@@ -1,9 +1,28 @@
-// What replay shares: how storages are made.
+// What replay shares: how storages are made, and how ops are run that nobody is to see.
 #pragma once
 
+#include <ATen/autocast_mode.h>
+#include <ATen/record_function.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/Storage.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 namespace delta {
+
+// No autograd, autocast, Python dispatch, observer or profiler below this.
+class Quiet {
+ public:
+  Quiet();
+  ~Quiet();
+  Quiet(const Quiet&) = delete;
+  Quiet& operator=(const Quiet&) = delete;
+
+ private:
+  bool was_replaying_;
+  at::NoGradGuard no_grad_;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset | c10::python_ks};
+  at::RecordFunctionGuard no_callbacks_{/*is_enabled=*/false};
+};
 
 // Memory of the device that nothing has written to, or zeros.
 c10::Storage fresh_storage(int64_t bytes, c10::Device device, bool zeros);

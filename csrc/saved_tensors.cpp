@@ -280,7 +280,14 @@ at::Tensor Session::unpack(Ticket& ticket) {
   }
   Page& page = *ticket.page;
   // The storage that rebuild returns pins the page until the view over it exists.
+  if (device_evidence_) {
+    tell(take_verdict(),
+         /*updated=*/true);  // of a program that updates weights by hand: no optimizer was told
+  }
   c10::Storage storage = rebuild(page);
+  if (device_evidence_ && !entered_) {  // nobody judges it later
+    tell(judge(), /*updated=*/false);
+  }
   bool audit_now = false;
   {
     Guard guard(*this);
@@ -333,6 +340,9 @@ void Session::release(Ticket& ticket) {
           break;
       }
       forget_copy(*page);
+      if (page->went >= 0) {
+        forget_hash(page->went);
+      }
       page->arrival.reset();
       emit(EventKind::Released, page.get(), page->bytes, 0, key_of(*page->current));
       managed_.erase(page->id);

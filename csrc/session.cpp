@@ -92,6 +92,9 @@ void Session::end_watch() {
 
 Session::Session(SessionOptions options)
     : options_(options), evidence_random_(options.seed + 1), random_(options.seed) {
+  if (!options_.device.is_cpu()) {
+    device_evidence_ = std::make_unique<DeviceEvidence>(options_.device);
+  }
   if (options_.swap) {
     open_tiers();
   }

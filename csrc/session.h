@@ -27,6 +27,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "device_evidence.h"
 #include "host_memory.h"
 #include "lanes.h"
 #include "random_draws.h"
@@ -339,6 +340,9 @@ struct SwapTier {
 };
 
 std::string mismatch_text(const Page& page, const std::vector<c10::intrusive_ptr<OpRecord>>& ops);
+std::string names_of(const std::vector<const OpInfo*>& ops);
+std::string likely_causes();
+uint64_t evidence_key(const Value& value, bool copied);
 
 struct Session : c10::intrusive_ptr_target {
   explicit Session(SessionOptions options);
@@ -406,6 +410,7 @@ struct Session : c10::intrusive_ptr_target {
   bool reap();                          // under the lock: takes in what the lanes have finished
   int64_t returns() const;              // blocks that have come back to any tier
   bool is_refused(const Page& page) const;
+  bool may_swap(const Page& page) const;
   bool can_write_back(Page& page) const;
   bool write_back(Page& page);  // under the lock; false: it cannot be
   bool copy_is_good(const Page& page) const;
@@ -426,10 +431,34 @@ struct Session : c10::intrusive_ptr_target {
   void stop_lanes();
 
   // --- evidence.cpp, under the lock
-  void take_evidence(Page& page, bool copied);  // its content is about to go
-  bool is_as_it_went(Page& page, const c10::Storage& storage, bool copied);
+  struct Evidence {
+    int32_t steps = 0;       // in which it came back as it went
+    int64_t last_step = -1;  // of these
+    int64_t due_step = 0;    // in which it is compared again
+  };
+  // Its content is about to go. False: not before take_hashes() was here.
+  bool take_evidence(Page& page, bool copied);
+  bool is_as_it_went(Page& page, const c10::Storage& storage, bool copied,
+                     std::shared_ptr<const Suspects> suspects = nullptr);
+  void note_same(Evidence& known);
   void taint(const Value& source);
   void lose_trust(const std::vector<c10::intrusive_ptr<OpRecord>>& ops);
+
+  // --- device_evidence.cpp: of an accelerator; under the lock but for the last two
+  class Guard;
+  bool take_device_evidence(Page& page);
+  void begin_evictions();                    // hashes that were taken before are out of date
+  bool awaits_hash(const Page& page) const;  // it would be gone, but for its hash
+  bool take_hashes(Guard& guard);  // lets go of the lock meanwhile; false: there were none to take
+  void forget_hash(int32_t& row);
+  std::shared_ptr<const Suspects> suspects_of(
+      const std::vector<c10::intrusive_ptr<OpRecord>>& ops) const;
+  void compare_later(Page& page, const c10::Storage& storage, bool copied,
+                     std::shared_ptr<const Suspects> suspects);
+  void hash_returned();  // before anybody gets it
+  std::string take_verdict();
+  void tell(const std::string& verdict, bool updated) const;  // raises it, unless it is empty
+  std::string judge();  // waits for the device, if anything was compared; what differed, if any did
 
   // --- replay.cpp
   c10::Storage rebuild(Page& page);                      // returns the storage, which pins it
@@ -536,13 +565,11 @@ struct Session : c10::intrusive_ptr_target {
   std::unordered_set<uint64_t> trusted_;
   std::unordered_set<uint64_t> distrusted_;
   bool mismatched_ = false;  // something that was recomputed came out different
-  struct Evidence {
-    int32_t steps = 0;       // in which it came back as it went
-    int64_t last_step = -1;  // of these
-    int64_t due_step = 0;    // in which it is compared again
-  };
   std::unordered_map<uint64_t, Evidence> evidence_;
   std::mt19937_64 evidence_random_;
+  std::unique_ptr<DeviceEvidence> device_evidence_;  // of an accelerator
+  std::unordered_set<uint64_t> unswappable_;  // keys of values whose copies came back different
+  std::string verdict_;  // of a step that is over, where nobody could be told yet
   std::unordered_map<uint64_t, bool> shortcut_holds_;  // by op and numbers; see shortcuts.h
   std::vector<Event> events_;
 

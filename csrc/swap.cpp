@@ -116,10 +116,16 @@ bool Session::is_refused(const Page& page) const {
   return page.refused_at >= 0 && page.refused_at == returns();
 }
 
+bool Session::may_swap(const Page& page) const {
+  return unswappable_.empty() || (unswappable_.count(page.current->trust_key()) == 0 &&
+                                  unswappable_.count(page.current->sequence_key()) == 0);
+}
+
 bool Session::can_write_back(Page& page) const {
   return !tiers_.empty() && page.candidate >= 0 && page.tickets > 0 && !page.copy &&
-         !is_refused(page) && page.strong.use_count() == 1 && !page.being_written &&
-         content_unchanged(page) && static_cast<int64_t>(page.strong.nbytes()) == page.bytes &&
+         !is_refused(page) && may_swap(page) && page.strong.use_count() == 1 &&
+         !page.being_written && content_unchanged(page) &&
+         static_cast<int64_t>(page.strong.nbytes()) == page.bytes &&
          !c10::impl::cow::is_cow_data_ptr(page.strong.data_ptr()) && !page.many_streams &&
          (!options_.device.is_cpu() || cpu_pool::owns(page.strong.data_ptr()));
 }
@@ -201,7 +207,9 @@ bool Session::free_clean(Page& page) {
       !copy_is_good(page)) {
     return false;
   }
-  take_evidence(page, /*copied=*/true);
+  if (!take_evidence(page, /*copied=*/true)) {
+    return false;
+  }
   remove_candidate(page);
   page.residency = Residency::Swapped;
   page.data = nullptr;
@@ -339,7 +347,8 @@ void Session::finish_swap_in(Page& page) {
     fail_swap_in(page, /*differs=*/false);
     return;
   }
-  if (page.incoming->done() && !is_as_it_went(page, page.strong, /*copied=*/true)) {
+  if ((page.incoming->done() || page.incoming->ordered()) &&
+      !is_as_it_went(page, page.strong, /*copied=*/true)) {
     ++counters_.mismatches;
     fail_swap_in(page, /*differs=*/true);
     return;
@@ -562,6 +571,7 @@ void Session::tend_lanes(int64_t need_bytes) {
     counters_.prefetches += begun;
     wanted.clear();  // a page may die with this
   }
+  hash_returned();
 }
 
 void Session::stop_lanes() {

@@ -245,6 +245,9 @@ struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   int64_t reason_step = -1;          // step in which its kept bytes were counted last
   Hash128 hash;                      // of the content that went, to compare with what comes back
   bool hashed = false;
+  int32_t went = -1;        // the same on an accelerator: its row in the table of hashes
+  uint64_t went_round = 0;  // of evictions, and its epoch then
+  uint64_t went_epoch = 0;
   bool differs = false;  // its copy came back different, and there was no recipe
 
   explicit Page(c10::weak_intrusive_ptr<c10::StorageImpl> w) : weak(std::move(w)) {}

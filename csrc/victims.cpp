@@ -227,7 +227,9 @@ bool Session::drop_page(Page& page) {
     page.retry_tick = tick_ + 256;
     return false;
   }
-  take_evidence(page, /*copied=*/false);
+  if (!take_evidence(page, /*copied=*/false)) {
+    return false;
+  }
   if (page.current->watched &&
       !(page.hashed ? page.hash == page.current->hash : holds(*page.current, *storage))) {
     page.hashed = false;
@@ -269,6 +271,7 @@ int64_t Session::distance_of(Page& page) const {
 // be copied come last: that is a wait, and without the lock.
 int64_t Session::make_room(int64_t bytes, bool inside_allocation) {
   Guard guard(*this);
+  begin_evictions();
   const int64_t before = live_bytes();
   int64_t freed = 0;
   size_t flying_in = 0;
@@ -276,16 +279,20 @@ int64_t Session::make_room(int64_t bytes, bool inside_allocation) {
     flying_in += tier.flying_in.size();
   }
   // A wait frees at least one page, unless somebody writes to it at that very moment.
-  for (size_t turn = 0, most = candidates_.size() + flying_in + 8; turn < most; ++turn) {
+  for (size_t turn = 0, most = 2 * candidates_.size() + flying_in + 8; turn < most; ++turn) {
     if (reap()) {
       guard
           .unlock();  // what the transfers held is let go there: until then their pages are exposed
+      hash_returned();  // so are those
       guard.lock();
     }
     std::vector<TransferPtr> coming;
     freed = evict(bytes, before, inside_allocation, coming);
     if (freed >= bytes) {
       break;
+    }
+    if (take_hashes(guard)) {
+      continue;
     }
     for (auto& tier : tiers_) {
       if (coming.empty() && !tier.flying_in.empty()) {
@@ -361,12 +368,17 @@ int64_t Session::evict(int64_t bytes, int64_t before, bool inside_allocation,
   int64_t freed = before - live_bytes();
   std::vector<Page*> dirty;
   int64_t planned_bytes = 0;  // of `dirty`
-  while (!order.empty() && freed < bytes) {
+  int64_t coming_bytes = 0;
+  while (!order.empty() && freed + coming_bytes < bytes) {
     std::pop_heap(order.begin(), order.end(), later);
     Page* page = order.back().page;
     order.pop_back();
     bool gone = free_clean(*page);
     counters_.clean_evictions += gone && page->clean_at_once ? 1 : 0;
+    if (!gone && awaits_hash(*page)) {
+      coming_bytes += page->bytes;
+      continue;
+    }
     if (!gone && page->exit == Exit::Swap && options_.swap && !is_refused(*page)) {
       dirty.push_back(page);
       planned_bytes += page->planned ? page->bytes : 0;
@@ -377,6 +389,10 @@ int64_t Session::evict(int64_t bytes, int64_t before, bool inside_allocation,
     }
     if (!gone) {
       gone = drop_page(*page);
+      if (!gone && awaits_hash(*page)) {
+        coming_bytes += page->bytes;
+        continue;
+      }
       if (!gone && options_.swap && page->tickets > 0) {
         dirty.push_back(page);
       }
@@ -388,7 +404,6 @@ int64_t Session::evict(int64_t bytes, int64_t before, bool inside_allocation,
       }
     }
   }
-  int64_t coming_bytes = 0;
   for (Page* page : dirty) {
     if (freed + coming_bytes >= bytes) {
       break;
@@ -430,6 +445,7 @@ void Session::stress_boundary() {
     return;
   }
   Guard guard(*this);
+  begin_evictions();
   std::vector<c10::intrusive_ptr<Page>> copied;
   auto pages = candidates_;
   for (Page* page : pages) {
@@ -444,6 +460,14 @@ void Session::stress_boundary() {
     } else {
       drop_page(*page);
     }
+  }
+  if (device_evidence_) {
+    const auto dropped = device_evidence_->to_hash;
+    take_hashes(guard);
+    for (const auto& page : dropped) {
+      drop_page(*page);
+    }
+    device_evidence_->to_hash.clear();
   }
   if (!swaps) {
     return;
@@ -466,10 +490,14 @@ void Session::stress_boundary() {
   }
   reap();
   guard.unlock();  // what the transfers held is let go there
+  hash_returned();
   guard.lock();
-  for (Page* page : std::vector<Page*>(candidates_)) {
-    free_clean(*page);
-  }
+  begin_evictions();
+  do {
+    for (Page* page : std::vector<Page*>(candidates_)) {
+      free_clean(*page);
+    }
+  } while (take_hashes(guard));
   copied.clear();
   guard.unlock();
   for (auto& page : back) {

@@ -46,7 +46,7 @@ from delta_runtime import python_random, raw_access, saved_leaves
 from delta_runtime.act.pinning import pinning
 from delta_runtime.act.tiers import open_tiers
 from delta_runtime.config import Config, Launched, check_requested
-from delta_runtime.core.errors import BudgetInfeasible, DeltaError, UsageError
+from delta_runtime.core.errors import BudgetInfeasible, DeltaError, RecomputeMismatch, UsageError
 from delta_runtime.core.graph import StepGraph
 from delta_runtime.core.interrupts import Interrupted
 from delta_runtime.core.model import Bounds, Distance, PublishQueue, Residency
@@ -158,12 +158,6 @@ class Runtime:
         self.device = resolve_device(config.device)
         if self.device.type == "cpu":
             _C.cpu_pool.install()
-        elif config.verify == "always":
-            raise UsageError(
-                "verify='always' compares bytes on the host.",
-                asked=f"verify='always' on {self.device}",
-                change="Take 'first' there, which compares on the device.",
-            )
         self.budget_bytes = resolve_budget(config, self.device)
         self.tiers = tiers = open_tiers(config, self.device)
         try:
@@ -282,6 +276,7 @@ class Runtime:
             return
         try:
             self._finish_step(whole=error is None)
+            self._judge(raises=error is None)
         finally:
             _C.release_repointed()
             self._session.set_boundary(self._on_boundary)
@@ -309,6 +304,7 @@ class Runtime:
         try:
             if self._depth == 1:
                 self._finish_step()
+                self._judge(raises=error is None)
         finally:
             _C.release_repointed()
             self._depth -= 1
@@ -454,6 +450,7 @@ class Runtime:
     def _before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if any(callable(a) for a in args[1:]) or callable(kwargs.get("closure")):
             return  # a closure runs forward and backward inside the optimizer's step
+        self._judge()
         self._session.forget_past()
         if self._session.counters()["dropped_now_bytes"]:
             # Not every optimizer writes through the dispatcher, where we would see it.
@@ -468,6 +465,7 @@ class Runtime:
         self._session.set_taping(True)
         if not self._in_step:
             self._boundary()
+        self._judge(updated=True)  # of a closure
 
     def _on_boundary(self, _: int) -> None:
         if not self._in_step:
@@ -476,6 +474,31 @@ class Runtime:
     def _boundary(self) -> None:
         self._finish_step()
         self._begin_step()
+
+    def _judge(self, *, raises: bool = True, updated: bool = False) -> None:
+        """On an accelerator, learns if what came back is what went; waits for it where there is something to learn.
+
+        Args:
+            raises: whether an error may come up here; else it is a warning.
+            updated: whether an optimizer may have used the gradients.
+
+        Raises:
+            RecomputeMismatch: something came back different, and the gradients were computed with it.
+        """
+        if self.device.type == "cpu":
+            return
+        text = self._session.judge()
+        if not text:
+            return
+        if not raises:
+            warn(text)
+            return
+        after = (
+            "An update may have been made with them: go back to weights of before."
+            if updated
+            else "Weights and optimizer state are as they were."
+        )
+        raise RecomputeMismatch(f"{text} {after}")
 
     def _begin_step(self) -> None:
         _C.release_repointed()
@@ -495,6 +518,8 @@ class Runtime:
         Args:
             whole: whether there is something to learn from it: it did not raise.
         """
+        if self.device.type != "cpu":
+            self._session.judge(later=True)
         if self._session.packs() == self._totals.packs:
             return
         counters = self._session.counters()

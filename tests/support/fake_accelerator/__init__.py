@@ -65,6 +65,10 @@ class FakeAccelerator:
         """The number of copies that have run without their caller waiting: non_blocking=True, or within the device."""
         return self._native.copies()
 
+    def waits(self) -> int:
+        """How often the host has waited where a real device would make it: for a stream, an event, a value, a copy."""
+        return self._native.waits()
+
     def current_stream_id(self) -> int:
         return self._native.current_stream_id()
 

@@ -64,6 +64,8 @@ constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
 constexpr size_t kRounding = 512;
 constexpr size_t kAlignment = 256;
 constexpr size_t kTotalWithoutCapacity = size_t{64} << 30;
+std::atomic<int64_t> host_waits{0};  // for the device, that a real one would make its host do too
+
 constexpr int kStreams = 33;  // the default stream and the pool; a thread starts on first use
 
 c10::Device the_device() { return c10::Device(kType, 0); }
@@ -238,9 +240,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return stream_of(stream.id()).idle();
   }
   void synchronizeStream(const c10::Stream& stream) const override {
+    ++host_waits;
     stream_of(stream.id()).synchronize();
   }
-  void synchronizeDevice(const c10::DeviceIndex) const override { synchronize_device(); }
+  void synchronizeDevice(const c10::DeviceIndex) const override {
+    ++host_waits;
+    synchronize_device();
+  }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
@@ -262,6 +268,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     TORCH_CHECK(!device_lost, "fake accelerator: the device is lost");
     if (event == nullptr) return;
+    ++host_waits;
     if (auto recording = as_event(event)->latest()) recording->wait();
   }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
@@ -920,9 +927,13 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     const bool within = is_fake(from) && is_fake(to);
     const bool waits = !within && !non_blocking;
     enqueue_copy(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes(), !waits);
-    if (waits) current().synchronize();
+    if (waits) {
+      ++host_waits;
+      current().synchronize();
+    }
     return to;
   }
+  host_waits += is_fake(from) && is_fake(to) ? 0 : 1;
   current().synchronize();
   Aliases aliases;
   aliases.to_cpu(to).copy_(aliases.to_cpu(from));
@@ -1011,6 +1022,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 }
 
 at::Scalar local_scalar(const at::Tensor& self) {
+  ++host_waits;
   current().synchronize();
   Aliases aliases;
   return aliases.to_cpu(self).item();
@@ -1220,6 +1232,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "allocated_bytes", [] { return allocator().getDeviceStats(0).allocated_bytes[0].current; },
       no_gil);
   m.def("copies", [] { return copies_done.load(); });
+  m.def("waits", [] { return host_waits.load(); });
   m.def("current_stream_id", [] { return current_id; });
   m.def("synchronize", [] { synchronize_device(); }, no_gil);
   m.def("default_generator", [] { return default_generator(); });

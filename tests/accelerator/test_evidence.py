@@ -1,0 +1,292 @@
+"""Evidence on an accelerator: what comes back different is loud before an optimizer steps, and nothing waits for it.
+
+On the CPU the same is in tests/faults/test_evidence.py. Does not cover: speed, and kernels that only a real card has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import delta_runtime as delta
+from delta_runtime import _C
+from tests.accelerator.test_lanes import train
+from tests.support.bitwise import assert_same_bits
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+
+ELEMENTS = 1 << 14
+
+
+@contextlib.contextmanager
+def broken(name: str) -> Iterator[None]:
+    _C.set_sabotage(_C.sabotage_names().index(name))
+    try:
+        yield
+    finally:
+        _C.set_sabotage(0)
+
+
+def fill_by_address(t: Tensor, byte: int) -> None:
+    """As a kernel does that PyTorch knows nothing of."""
+    torch.accelerator.synchronize()
+    ctypes.memset(t.data_ptr(), byte, t.nbytes)
+
+
+def runtime_on(device: torch.device, policy: str, **settings: object) -> delta.Runtime:
+    host = {"host_budget": "256MiB"} if policy != "stress_drop_all" else {}
+    return delta.Runtime(
+        1 << 34, device=str(device), policy=policy, min_bytes=0, **host, **settings
+    )
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu_(self.first(x)).sin()).square().mean()
+
+
+def counters(runtime: delta.Runtime) -> dict[str, int]:
+    return runtime._session.counters()
+
+
+# ---------------------------------------------------------------- the hash
+
+
+def hash_of(device: torch.device, content: Tensor) -> tuple[int, int]:
+    return _C.device_hash(content.to(device))
+
+
+@pytest.mark.parametrize("bytes_", [1, 7, 8, 9, 64, 4096, 5003])
+def test_each_bit_counts(device, controls, bytes_):
+    content = torch.randint(256, (bytes_,), dtype=torch.uint8)
+    there = content.to(device)
+    seen = {_C.device_hash(there)}
+    bits = range(8 * bytes_) if bytes_ <= 64 else range(0, 8 * bytes_, 97)
+    for bit in bits:
+        flipped = content.clone()
+        flipped[bit // 8] ^= 1 << (bit % 8)
+        there.copy_(flipped)
+        seen.add(_C.device_hash(there))
+    assert len(seen) == 1 + len(bits)
+    there.copy_(content)
+    assert _C.device_hash(there) in seen, "it depends on more than the bytes"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [torch.randn(4096), (torch.rand(4096) < 0.5).float(), torch.arange(4096) % 7 == 0],
+    ids=["numbers", "zeros and ones", "booleans"],
+)
+def test_places_count(device, controls, content):
+    """Values that change places, and content that is moved as a whole, or its rows and columns."""
+    first = hash_of(device, content)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        a, b = torch.randint(content.numel(), (2,), generator=generator).tolist()
+        if content[a] == content[b]:
+            continue
+        swapped = content.clone()
+        swapped[a], swapped[b] = content[b], content[a]
+        assert hash_of(device, swapped) != first, (a, b)
+    for by in (1, 2, 8, 32, 64, 128, 1024):
+        if not torch.equal(content.roll(by), content):
+            assert hash_of(device, content.roll(by)) != first, by
+    square = content.view(64, 64)
+    for moved in (square.t(), square.flip(0), square.flip(1), square.roll(1, 1)):
+        if not torch.equal(moved, square):
+            assert hash_of(device, moved.contiguous()) != first
+
+
+# ---------------------------------------------------------------- ordinary programs
+
+
+@pytest.mark.parametrize("verify", ["first", "always", "off"])
+@pytest.mark.parametrize("policy", ["stress_drop_all", "stress_swap_all", "stress_mix"])
+def test_ordinary_programs_keep_their_bits(device, controls, policy, verify):
+    ordinary = train(device, "chain")
+    runtime = runtime_on(device, policy, verify=verify)
+    assert_same_bits(train(device, "chain", runtime), ordinary, f"{policy} {verify}")
+    totals = runtime.report().totals
+    assert totals.mismatches == 0
+    assert (totals.comparisons > 20) == (verify != "off"), totals
+    if verify == "always" and policy != "stress_mix":
+        assert totals.comparisons == totals.rebuilds + totals.swap_ins
+    runtime.close()
+
+
+def test_all_values_are_compared_in_the_same_few_steps(device, controls):
+    w = torch.linspace(-1, 1, ELEMENTS).to(device).requires_grad_()
+    steps = []
+    with runtime_on(device, "stress_drop_all") as runtime:
+        for step in range(120):
+            before = counters(runtime)["comparisons"]
+            (w.sin() * w.cos()).sum().backward()
+            w.grad = None
+            runtime._boundary()
+            steps += [step] * (counters(runtime)["comparisons"] - before)
+    saved = 2  # values that are dropped in each step
+    at = sorted(set(steps))
+    assert len(steps) == saved * len(at)
+    assert at[:2] == [0, 1] and 2 + 120 // 50 <= len(at) <= 5
+    assert all(later - earlier <= 49 for earlier, later in zip(at, at[1:], strict=False))
+
+
+def test_nothing_waits_inside_a_step(device, controls):
+    """The host is far ahead of the device when backward is over, in a step that compares everything."""
+    if not controls.simulated:
+        pytest.skip("the waits are counted on the simulated device")
+    torch.manual_seed(0)
+    model, x = Net().to(device), torch.randn(64, 32).to(device)
+    waits: dict[str, list[tuple[int, int]]] = {}
+    for verify in ("off", "always"):
+        runtime = runtime_on(device, "stress_drop_all", verify=verify)
+        waits[verify] = []
+        for _ in range(12):
+            torch.accelerator.synchronize()
+            with runtime.step():
+                before = controls.fake.waits()
+                model(x).backward()
+                inside = controls.fake.waits() - before
+            waits[verify].append((inside, controls.fake.waits() - before - inside))
+        assert (counters(runtime)["comparisons"] > 0) == (verify == "always")
+        runtime.close()
+    # The first steps are timed, op by op.
+    assert waits["off"][6:] == [(0, 0)] * 6
+    assert waits["always"][6:] == [(0, 1)] * 6
+
+
+# ---------------------------------------------------------------- what comes back different
+
+Forward = Callable[[Tensor, Tensor], Tensor]
+
+
+def source_overwritten(w: Tensor, x: Tensor) -> Tensor:
+    """Between forward and backward, by address: what is made from it is made again with other bits."""
+    out = (x.sin() * w).sum()
+    torch.ones(4, device=w.device).add(1)
+    fill_by_address(x, 7)
+    return out
+
+
+def value_overwritten(w: Tensor, x: Tensor) -> Tensor:
+    """It is written to while it is still there; what leaves is not what its recipe makes."""
+    with torch.no_grad():
+        h = x * 1.5
+    fill_by_address(h, 7)
+    return (h * w).sum()
+
+
+def in_place(w: Tensor, x: Tensor) -> Tensor:
+    h = (w * 1.5).add_(1.0)
+    return (h.mul_(2.0).sin() * w).sum()
+
+
+CASES: dict[str, tuple[str, Forward]] = {
+    "a source": ("None", source_overwritten),
+    "a value": ("None", value_overwritten),
+    "an op in place left out": ("PreWriteValue", in_place),
+}
+
+
+@pytest.mark.parametrize("style", ["step", "optimizer", "by hand"])
+@pytest.mark.parametrize("case", CASES)
+def test_what_differs_is_loud_in_time(device, controls, case, style):
+    name, forward = CASES[case]
+    if not controls.simulated and forward is not in_place:
+        pytest.skip("the host cannot write to a real device by address")
+
+    def run(runtime: delta.Runtime | None) -> tuple[list[Tensor], list[int], bool]:
+        w = torch.linspace(-1, 1, ELEMENTS).to(device).requires_grad_()
+        optimizer = torch.optim.SGD([w], lr=0.1)
+        results, loud, kept = [], [], True
+        said: list[str] = []
+        for step in range(6):
+            x = torch.linspace(0, 1 + step, ELEMENTS).to(device)
+            weights = w.detach().clone()
+            optimizer.zero_grad()
+            try:
+                with runtime.step() if runtime and style == "step" else contextlib.nullcontext():
+                    forward(w, x).backward()
+                if style == "by hand":
+                    with torch.no_grad():
+                        w.sub_(w.grad, alpha=0.1)
+                else:
+                    optimizer.step()
+            except delta.RecomputeMismatch as error:
+                loud.append(step)
+                said.append(str(error))
+                kept &= torch.equal(w.detach(), weights)
+                with torch.no_grad():  # as if the step had been made without a runtime
+                    w.copy_(WEIGHTS[step])
+            results.append(w.detach().clone())
+        assert all("must not be used" in each for each in said), said
+        return results, loud, kept
+
+    WEIGHTS: list[Tensor] = []  # noqa: N806
+    WEIGHTS += run(None)[0]
+    runtime = runtime_on(device, "stress_drop_all")
+    with broken(name), contextlib.nullcontext() if style == "step" else runtime:
+        results, loud, kept = run(runtime)
+    assert loud, f"{case}: silent"
+    if style == "by hand":
+        assert loud[0] <= 2, loud  # by the next backward
+        return
+    assert loud[0] <= 1 and loud[-1] < 4, loud
+    assert kept, "the weights had changed by then"
+    for step, (ours, theirs) in enumerate(zip(results, WEIGHTS, strict=True)):
+        assert torch.equal(ours, theirs), f"{case}: step {step} is silently different"
+    runtime.close()
+
+
+def test_a_copy_of_what_was_overwritten_is_loud(device, controls):
+    """Copied out, then written to by address before it is freed: what comes back is not what was there."""
+    if not controls.simulated:
+        pytest.skip("the host cannot write to a real device by address")
+    w = torch.linspace(-1, 1, ELEMENTS).to(device).requires_grad_()
+
+    def forward() -> tuple[Tensor, int]:
+        h = w.sin()
+        return (h * w).sum(), h.data_ptr()
+
+    runtime = runtime_on(device, "swap")
+    loud = []
+    for step in range(5):
+        w.grad = None
+        try:
+            with runtime.step():
+                out, address = forward()
+                runtime._session.begin_copies()
+                torch.accelerator.synchronize()
+                ctypes.memset(address, 7, w.nbytes)
+                runtime._session.make_room(1 << 40)
+                out.backward()
+        except delta.RecomputeMismatch as error:
+            loud.append((step, "swapped out" in str(error)))
+            continue
+        out, address = forward()
+        ctypes.memset(address, 7, w.nbytes)
+        ours, w.grad = w.grad, None
+        out.backward()
+        assert torch.equal(ours, w.grad), f"step {step} is silently different"
+    assert loud == [(0, True)]
+    runtime.close()
+
+
+def test_backward_after_the_runtime_was_left_is_judged_at_once(device, controls):
+    if not controls.simulated:
+        pytest.skip("the host cannot write to a real device by address")
+    w = torch.linspace(-1, 1, ELEMENTS).to(device).requires_grad_()
+    x = torch.linspace(0, 1, ELEMENTS).to(device)
+    with runtime_on(device, "stress_drop_all"):
+        out = source_overwritten(w, x)
+    with pytest.raises(delta.RecomputeMismatch, match="must not be used"):
+        out.backward()
