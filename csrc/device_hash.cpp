@@ -106,24 +106,43 @@ int32_t DeviceHashes::hash(const c10::Storage& storage, c10::StreamId stream) {
       columns *= 2;
     }
     const int64_t rows = words / columns;
-    std::vector<at::Tensor> parts;
+    const int64_t left = words - rows * columns;
+    const int64_t tail = bytes % kWord;
+    const int64_t in_columns = (rows > 0 ? columns : 0) + left + tail;
+    const int64_t all = in_columns + rows;
+    // Room for all that comes in between, used by one hash after the other; no shape is empty.
+    at::Tensor& room = weights_[{stream, {0, 0}}];
+    if (!room.defined() || room.numel() < 4 * all) {
+      room = at::Tensor();
+      room = at::empty({4 * all}, at::TensorOptions().dtype(at::kLong).device(device_));
+    }
+    const c10::Storage space = room.storage();
+    const auto part = [&](at::IntArrayRef sizes, int64_t first) {
+      return over(space, at::kLong, sizes, first);
+    };
     if (rows > 0) {
-      parts.push_back(over(storage, at::kLong, {rows, columns}, 0).sum(0));
+      const at::Tensor square = over(storage, at::kLong, {rows, columns}, 0);
+      at::Tensor of_columns = part({columns}, 0);
+      at::Tensor of_rows = part({rows}, in_columns);
+      at::sum_out(of_columns, square, 0);
+      at::sum_out(of_rows, square, 1);
     }
-    if (const int64_t left = words - rows * columns; left > 0) {
-      parts.push_back(over(storage, at::kLong, {left}, rows * columns));
+    if (left > 0) {
+      part({left}, in_columns - left - tail)
+          .copy_(over(storage, at::kLong, {left}, rows * columns));
     }
-    if (const int64_t tail = bytes % kWord; tail > 0) {
-      parts.push_back(over(storage, at::kByte, {tail}, kWord * words).to(at::kLong));
+    if (tail > 0) {
+      part({tail}, in_columns - tail).copy_(over(storage, at::kByte, {tail}, kWord * words));
     }
-    if (rows > 0) {
-      parts.push_back(over(storage, at::kLong, {rows, columns}, 0).sum(1));
-    }
-    const at::Tensor sums = at::cat(parts);
-    const at::Tensor mixed = sums.add(at::bitwise_right_shift(sums, 32));
+    at::Tensor sums = part({all}, 0);
+    at::Tensor mixed = part({all}, all);
+    at::Tensor weighted = part({2, all}, 2 * all);
+    at::bitwise_right_shift_out(mixed, sums, 32);
+    mixed.add_(sums);
+    at::mul_out(weighted, weights_of(stream, {in_columns, rows}), mixed);
     const auto& chunk = chunks_[static_cast<size_t>(row / kRows)].words;
     at::Tensor out = over(chunk.storage(), at::kLong, {2}, 2 * (row % kRows));
-    at::sum_out(out, weights_of(stream, {sums.numel() - rows, rows}).mul(mixed), 1);
+    at::sum_out(out, weighted, 1);
     return row;
   } catch (const std::exception&) {  // no memory, most likely
     give_back(row);
