@@ -206,6 +206,7 @@ py::dict counters_of(const Session& s) {
   }
   d["kept_bytes"] = kept;
   d["live_tickets"] = s.live_tickets_;
+  d["pages"] = s.pages_.size();
   d["managed_pages"] = s.managed_.size();
   d["managed_resident_bytes"] = s.managed_resident_bytes_;
   d["dropped_now_bytes"] = s.dropped_now_bytes_;
@@ -367,8 +368,6 @@ void bind_session(py::module_& m) {
       .def("unpack_hook", [](c10::intrusive_ptr<Session> s) { return hook(s, &g_unpack_method); })
       .def("enter", &Session::enter)
       .def("leave", &Session::leave)
-      .def("forget_locks", &Session::forget_locks,
-           "In a forked child: whoever held them does not exist here.")
       .def("stop_lanes", &Session::stop_lanes, py::call_guard<py::gil_scoped_release>(),
            "Ends the lanes' threads; what comes later is copied at once.")
       .def("tiers", &tiers_of,
@@ -655,6 +654,8 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "watch_data_setter", [] { delta::watch_data_setter(); },
       "Keep saved tensors that are pointed to other memory by `tensor.data = other`. Idempotent.");
+  m.def("forget_locks", &delta::forget_locks,
+        "In a forked child: whoever held the sessions' locks does not exist there.");
   m.def(
       "release_repointed", [] { delta::release_repointed(); },
       "Let go of those of them that no backward waits for.");

@@ -286,7 +286,8 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& handle) {
   info->factory = info->certain && !info->any_write && !info->makes_unknown && !returns_alias &&
                   (!reads_tensors || like_factories().count(name) > 0);
   info->unrepeatable_return = unrepeatable_return(name);
-  info->dtype_argument = info->certain && info->n_returns == 1
+  // Only of factories: elsewhere it may say what to compute in rather than what comes out.
+  info->dtype_argument = info->factory && info->n_returns == 1
                              ? schema.argumentIndexWithName("dtype").value_or(-1)
                              : -1;
   if (info->random) {

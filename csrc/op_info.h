@@ -49,7 +49,7 @@ struct OpInfo {
       -1;  // where its generator goes, or goes in `with_generator`; -1: nowhere
   std::optional<c10::OperatorHandle>
       with_generator;            // the overload that takes one, where this does not
-  int dtype_argument = -1;       // the dtype of its result, where it takes one
+  int dtype_argument = -1;       // of a factory: where it takes the dtype of its result
   int unrepeatable_return = -1;  // differs between ordinary runs: a workspace; -1: none does
   int training_argument = -1;    // batch norm: Scratch holds only where this argument is true
   bool may_save_clone = false;   // in-place ops whose autograd saves self.clone() made inside

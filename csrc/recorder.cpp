@@ -420,12 +420,14 @@ void leave_bare_observer() {
 }
 
 void OpenOp::clear() {
-  for (auto* ticket : pending) {
+  for (auto* ticket : std::exchange(pending, {})) {
+    if (ticket->state != Ticket::State::Pending) {
+      continue;  // resolved, before something else raised
+    }
     ticket->state = Ticket::State::Kept;
     at::Tensor saved = std::exchange(ticket->kept, at::Tensor(ticket->kept.tensor_data()));
     thread_trash().take(c10::IValue(std::move(saved)));
   }
-  pending.clear();
   for (auto& w : written) {
     w.page->being_written = false;
   }
@@ -497,14 +499,15 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
   int64_t input_bytes = 0;
   bool floats = false;
   for (const auto& x : inputs) {
-    for_each_tensor(x, [&](const at::Tensor& t, int) {
+    for_each_tensor(x, [&](const at::Tensor& t, int index) {
       signature = mix_geometry(signature, t);
       if (grads) {
         wanted_grads = 2 * wanted_grads + (t.defined() && t.requires_grad() ? 1 : 0);
       }
       if (t.defined() && t.has_storage()) {
         input_bytes += t.numel() * static_cast<int64_t>(t.itemsize());
-        floats |= t.dim() > 0 && (t.is_floating_point() || t.is_complex());
+        // Ops on lists (foreach) may treat each element by itself.
+        floats |= index < 0 && t.dim() > 0 && (t.is_floating_point() || t.is_complex());
       }
     });
   }
@@ -919,7 +922,7 @@ void Session::take_returned(OpenOp& open, bool unknown, int position, int index,
 void Session::resolve_pending(OpenOp& open) {
   for (size_t i = 0; i < open.pending.size(); ++i) {
     Ticket& ticket = *open.pending[i];
-    at::Tensor saved = std::move(ticket.kept);
+    at::Tensor saved = ticket.kept;
     Page* page = find_page(storage_of(saved));
     if (page == nullptr && saves_clone(open, saved)) {
       page = take_saved_clone(open, saved);

@@ -225,6 +225,7 @@ void Session::resolve(Ticket& ticket, Page* page, const at::Tensor& t) {
     }
   }
   page->last_use = tick_;
+  ticket.kept = at::Tensor();  // of one that was pending, whose tensor the caller still holds
 }
 
 // Most unpacked tensors are there. Returns an undefined tensor for what has to be brought back or

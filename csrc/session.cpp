@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kMostFacts = 1 << 18;
 
 // Only one session is entered at a time in a process. Backward may run on a thread of the autograd
-// engine, which inherits the callback but not our thread-local session.
+// engine, which has no thread-local session.
 std::mutex g_entered_mutex;
 c10::intrusive_ptr<Session> g_entered;
 
@@ -154,10 +154,13 @@ void Session::leave() {
   last = std::move(g_entered);
 }
 
-// In a forked child: whoever held these locks does not exist here.
-void Session::forget_locks() {
-  mutex_.unlock();
+void forget_locks() {
+  auto& watch = the_watch();
+  new (&watch.mutex) std::mutex();
   new (&g_entered_mutex) std::mutex();
+  for (const auto& session : watch.sessions) {  // the one that is entered is among them
+    session->mutex_.unlock();
+  }
 }
 
 void Session::begin_step() {
@@ -388,6 +391,13 @@ void Session::before_raw_access(const c10::Storage& storage, bool writes) {
   ToClone to_clone;
   {
     Guard guard(*this);
+    if (!entered_ && managed_.empty()) {
+      return;  // nothing is saved: what is shared or written now is as it is when a step begins
+    }
+    if (pages_.size() >= sweep_at_) {  // a step of little else
+      sweep();
+      sweep_at_ = std::max<size_t>(512, 2 * pages_.size());
+    }
     Page* page = find_page(storage.unsafeGetStorageImpl());
     if (writes && page != nullptr) {
       before_write_unseen(*page, to_clone);

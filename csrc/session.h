@@ -326,6 +326,7 @@ DeviceBytes device_bytes(c10::Device device);
 
 // Those that have saved tensors whose sources anybody may write to.
 std::vector<c10::intrusive_ptr<Session>> watching_sessions();
+void forget_locks();  // in a forked child: whoever held them does not exist there
 
 using ToClone = std::vector<c10::intrusive_ptr<Value>>;
 
@@ -351,7 +352,6 @@ struct Session : c10::intrusive_ptr_target {
   // --- session.cpp: entering, steps, pages
   void enter();  // on this thread: callback in, rescue on
   void leave();  // on that thread, or when it has ended
-  void forget_locks();
   void begin_step();
   void end_step();
   void set_budget(int64_t bytes);

@@ -44,6 +44,12 @@ def stop_listening(session: Any) -> None:
         _forget(session)
 
 
+def forget_lock() -> None:
+    """In a forked child: whoever held it does not exist there."""
+    global _lock
+    _lock = threading.RLock()
+
+
 def _forget(session: Any) -> None:
     """Of a session, and of those that died without being closed. Under the lock."""
     _listeners[:] = [each for each in _listeners if each() not in (None, session)]

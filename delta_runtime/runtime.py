@@ -965,10 +965,11 @@ def _forget_after_fork() -> None:
     global _entered, _entered_lock
     _C.set_main_thread(threading.get_ident())  # the thread that forked is the only one here
     _entered_lock = threading.Lock()  # whoever held it does not exist here
+    raw_access.forget_lock()
+    _C.forget_locks()
     runtime, _entered = _entered, None
     if runtime is None or not runtime._depth:
         return
-    runtime._session.forget_locks()
     if runtime._thread is threading.current_thread():
         runtime._detach()
     runtime._abandon()  # hooks and observer may be of a thread that does not exist here

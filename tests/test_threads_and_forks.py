@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -156,3 +158,43 @@ def test_a_forked_child_is_free_of_the_runtime_and_says_nothing(other):
     done = python(FORKS.replace("{other}", str(other)))
     assert done.stderr == ""
     assert done.stdout.splitlines() == ["child trained", "parent trained 2"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore")
+def test_children_forked_while_threads_write_go_on():
+    """Each write of a thread that is not followed takes locks, which nobody lets go of in the child."""
+    w = torch.randn(64, 64, requires_grad=True)
+    stop = threading.Event()
+
+    def write() -> None:
+        x = torch.zeros(10)
+        while not stop.is_set():
+            x.add_(1)
+
+    threads = [threading.Thread(target=write, daemon=True) for _ in range(2)]
+    runtime = delta.Runtime("100%", device="cpu", min_bytes=0)
+    with runtime:
+        loss = (w.sin().exp() * w).mean()
+        for thread in threads:
+            thread.start()
+        try:
+            end_s = time.monotonic() + 5
+            while time.monotonic() < end_s:
+                child = os.fork()
+                if child == 0:
+                    torch.zeros(3).add_(1).numpy()
+                    os._exit(0)
+                limit_s = time.monotonic() + 10
+                while os.waitpid(child, os.WNOHANG)[0] == 0:
+                    if time.monotonic() > limit_s:
+                        os.kill(child, signal.SIGKILL)
+                        os.waitpid(child, 0)
+                        pytest.fail("a child hangs")
+                    time.sleep(0.0005)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        loss.backward()
+    runtime.close()

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import delta_runtime as delta
 from tests.faults.harness import (
     N,
     Step,
@@ -409,6 +410,47 @@ def test_results_whose_dtype_nobody_says(name: str) -> None:
                 with default_dtype(torch.float64):
                     h = WITHOUT_A_DTYPE[name]() * 1.5
                 return (h.sin() * w).tanh().mean()
+
+            loss = forward()
+            loss.backward()
+            return [loss.detach(), *taken(w)]
+
+        return step
+
+    check(program, "drop_all")
+
+
+@pytest.mark.parametrize("verify", ["first", "off"])
+def test_a_list_of_which_one_element_says_its_dtype(verify: str) -> None:
+    """Ops on lists treat each element by itself: the floating one says nothing of the whole number."""
+    ints, floats = torch.arange(N * N, dtype=torch.int32).view(N, N), torch.ones(N, N)
+
+    def gradient() -> Tensor:
+        w = leaf(N, N)
+        with default_dtype(torch.bfloat16):
+            h = torch._foreach_div([ints, floats], 3.0)[0]
+        loss = (h.float().sin() * w).sum()
+        with default_dtype(torch.float16):  # as many bytes
+            loss.backward()
+        assert w.grad is not None
+        return w.grad
+
+    expected = gradient()
+    with delta.Runtime("100%", device="cpu", policy="stress_drop_all", verify=verify) as runtime:
+        assert torch.equal(gradient(), expected)
+        assert runtime._session.counters()["drops"] > 0
+    runtime.close()
+
+
+def test_a_dtype_to_compute_in_is_not_that_of_the_result() -> None:
+    def program() -> Step:
+        w = leaf(N, N)
+        z = torch.tensor(1.0 + 2.0j)
+
+        def step(k: int) -> list[Tensor]:
+            def forward() -> Tensor:
+                h = (w.detach() * torch.linalg.vector_norm(z * 1.5)).sin()
+                return (h * w).mean()
 
             loss = forward()
             loss.backward()

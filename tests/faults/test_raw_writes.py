@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import delta_runtime as delta
 from tests.faults.harness import (
+    N,
     Step,
     boundary,
     by_dropping,
@@ -414,3 +416,21 @@ def test_memory_that_moves_without_an_op(mode: str, move: str) -> None:
         return step
 
     check(program, mode)
+
+
+def test_arrays_taken_between_steps_leave_nothing_behind() -> None:
+    """The methods stay wrapped until the runtime is closed; where nothing is saved they remember nothing."""
+    w = leaf(N, N)
+    runtime = delta.Runtime("100%", device="cpu")
+    with runtime.step():
+        (w.sin() * w).sum().backward()
+    pages = runtime._session.counters()["pages"]
+    for _ in range(2000):
+        torch.ones(10).numpy()
+    assert runtime._session.counters()["pages"] == pages
+    with runtime.step():
+        for _ in range(5000):
+            torch.ones(10).numpy()
+        assert runtime._session.counters()["pages"] < 2000
+        (w.sin() * w).sum().backward()
+    runtime.close()
