@@ -558,11 +558,10 @@ def test_an_allocation_on_the_pool_of_jit_threads(tmp_path):
             block = torch.zeros(n)
             return x.exp().sin() + block[0]
 
-        @torch.jit.script
         def run(x: torch.Tensor):
-            y = torch.jit.wait(torch.jit.fork(work, x, 1))
+            y = torch.jit.wait(torch.jit.fork(work, x, 1)) * x.cos()
             for _ in range(6):
-                y = y.sin()
+                y = y.sin() * x.cos()  # by this thread: what others make is kept
             return y.sum()
 
         x = torch.linspace(0, 1, 1 << 18, requires_grad=True)
