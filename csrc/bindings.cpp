@@ -368,6 +368,8 @@ void bind_session(py::module_& m) {
       .def("unpack_hook", [](c10::intrusive_ptr<Session> s) { return hook(s, &g_unpack_method); })
       .def("enter", &Session::enter)
       .def("leave", &Session::leave)
+      .def("rest", &Session::rest,
+           "Nobody is in the runtime: raw accesses count only while something is saved.")
       .def("stop_lanes", &Session::stop_lanes, py::call_guard<py::gil_scoped_release>(),
            "Ends the lanes' threads; what comes later is copied at once.")
       .def("tiers", &tiers_of,

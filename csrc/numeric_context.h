@@ -39,6 +39,9 @@ struct NumericContext {
   NumericContext only(uint8_t fewer) const {
     NumericContext n = *this;
     n.needs = fewer;
+    if ((fewer & kNeedsPrecisions) == 0) {
+      n.precisions = NumericContext().precisions;
+    }
     if ((fewer & kNeedsDefaultDtype) == 0) {
       n.default_dtype = NumericContext().default_dtype;
     }

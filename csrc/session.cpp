@@ -110,6 +110,7 @@ void Session::enter() {
     g_entered = c10::intrusive_ptr<Session>::reclaim_copy(this);
   }
   entered_ = true;
+  resting_ = false;
   auto& ts = thread_state();
   ts.session = this;
   ts.depth = 0;
@@ -153,6 +154,8 @@ void Session::leave() {
   std::lock_guard<std::mutex> guard(g_entered_mutex);
   last = std::move(g_entered);
 }
+
+void Session::rest() { resting_ = true; }
 
 void forget_locks() {
   auto& watch = the_watch();
@@ -391,8 +394,8 @@ void Session::before_raw_access(const c10::Storage& storage, bool writes) {
   ToClone to_clone;
   {
     Guard guard(*this);
-    if (!entered_ && managed_.empty()) {
-      return;  // nothing is saved: what is shared or written now is as it is when a step begins
+    if (resting_ && managed_.empty()) {
+      return;  // nothing is saved, and what a step finds when it begins is taken as it is
     }
     if (pages_.size() >= sweep_at_) {  // a step of little else
       sweep();

@@ -352,6 +352,7 @@ struct Session : c10::intrusive_ptr_target {
   // --- session.cpp: entering, steps, pages
   void enter();  // on this thread: callback in, rescue on
   void leave();  // on that thread, or when it has ended
+  void rest();   // left for good, or until it is entered again
   void begin_step();
   void end_step();
   void set_budget(int64_t bytes);
@@ -603,6 +604,7 @@ struct Session : c10::intrusive_ptr_target {
   Counters counters_;
   std::mt19937_64 random_;
   std::atomic<bool> entered_ = false;
+  std::atomic<bool> resting_ = false;  // nobody is in the runtime: not even under delta.disable()
 };
 
 }  // namespace delta

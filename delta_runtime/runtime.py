@@ -312,6 +312,7 @@ class Runtime:
                 try:
                     self._detach()
                 finally:
+                    self._session.rest()
                     self._release()
         if self.config.strict and isinstance(error, torch.OutOfMemoryError):
             raise self._infeasible() from error

@@ -319,7 +319,7 @@ def test_an_interrupt_in_an_op_that_is_audited_arrives_and_says_nothing_of_the_o
 def test_an_interrupt_that_meets_an_error_of_ours_arrives(way):
     """It came while autograd ran. Autograd asks for the error's text, and swallows what a handler raises in there."""
     x = torch.ones(64, requires_grad=True)
-    a, b = torch.ones(1500, 1500, requires_grad=True), torch.ones(1500, 1500)
+    a, b = torch.ones(2000, 2000, requires_grad=True), torch.ones(2000, 2000)
     runtime = tight()
     timer = threading.Timer(0.02, interrupt_by(way))
     with pytest.raises(WAYS[way]), runtime.step():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,19 +17,11 @@ import delta_runtime as delta
 from delta_runtime import _C
 from tests.accelerator.test_lanes import train
 from tests.support.bitwise import assert_same_bits
+from tests.support.managed import sabotage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
 ELEMENTS = 1 << 14
-
-
-@contextlib.contextmanager
-def broken(name: str) -> Iterator[None]:
-    _C.set_sabotage(_C.sabotage_names().index(name))
-    try:
-        yield
-    finally:
-        _C.set_sabotage(0)
 
 
 def fill_by_address(t: Tensor, byte: int) -> None:
@@ -234,7 +226,7 @@ def test_what_differs_is_loud_in_time(device, controls, case, style):
     WEIGHTS: list[Tensor] = []  # noqa: N806
     WEIGHTS += run(None)[0]
     runtime = runtime_on(device, "stress_drop_all")
-    with broken(name), contextlib.nullcontext() if style == "step" else runtime:
+    with sabotage(name), contextlib.nullcontext() if style == "step" else runtime:
         results, loud, kept = run(runtime)
     assert loud, f"{case}: silent"
     if style == "by hand":

@@ -217,9 +217,9 @@ def delayed(device, controls, where: str, verify: str = "off") -> torch.Tensor:
 
 
 WHERE_IT_SHOWS = {
-    "NO_ORDER_OUT": "out",
-    "NO_ORDER_IN": "in",
-    "NO_ORDER_SIDE": "compute",
+    "NoOrderOut": "out",
+    "NoOrderIn": "in",
+    "NoOrderSide": "compute",
 }
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -20,11 +19,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import delta_runtime as delta
-from delta_runtime import _C
 from tests.faults.collective_programs import ALONE, complaint, process_group
 from tests.faults.harness import Loud, N, Same, Step, leaf, outcome, taken, threads_running
 from tests.faults.test_subclass_operands import ScaledWeight
 from tests.support.fixtures import one_thread  # noqa: F401
+from tests.support.managed import sabotage
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -32,15 +31,6 @@ Forward = Callable[[Tensor, int], Tensor]
 
 _held: list[Tensor] = []
 """What a program still holds when backward runs."""
-
-
-@contextmanager
-def broken(name: str) -> Iterator[None]:
-    _C.set_sabotage(_C.sabotage_names().index(name))
-    try:
-        yield
-    finally:
-        _C.set_sabotage(0)
 
 
 class _Halved(TorchDispatchMode):
@@ -161,7 +151,7 @@ def program_of(forward: Forward) -> Callable[[], Step]:
 def test_evidence_alone_is_loud(name: str) -> None:
     program = program_of(CASES[name])
     assert isinstance(outcome(program, "drop_all"), Same), "the mend itself does not hold"
-    with broken(name):
+    with sabotage(name):
         found = outcome(program, "drop_all", steps=4)
     assert isinstance(found, Loud), f"{name}: {found}"
     assert found.steps[0] <= 1, f"{name}: {found}"
@@ -203,7 +193,7 @@ def test_writes_of_another_thread_are_loud_without_the_watch() -> None:
 
     program = program_of(forward)
     assert isinstance(outcome(program, "drop_all"), Same)
-    with broken("OtherThreadsUnseen"):
+    with sabotage("OtherThreadsUnseen"):
         found = outcome(program, "drop_all", steps=4)
     assert isinstance(found, Loud), str(found)
 
@@ -215,7 +205,7 @@ def test_collectives_that_are_taken_for_other_ops_are_loud() -> None:
     with process_group(0, 1, dist.HashStore()):
         for forward in ALONE:
             assert not complaint(forward, "drop_all"), forward.__name__
-            with broken("CollectivesUnseen"):
+            with sabotage("CollectivesUnseen"):
                 told = complaint(forward, "drop_all")
             assert "SILENTLY" not in told, told
             loud += "RecomputeMismatch" in told
@@ -259,7 +249,7 @@ def test_draws_from_the_program_s_own_generator_are_loud() -> None:
         return step
 
     for name in ("None", "SharedGenerator"):  # the mend is loud itself: the state shows the draw
-        with broken(name):
+        with sabotage(name):
             found = outcome(program, "drop_all", steps=3)
         assert isinstance(found, Loud), f"{name}: {found}"
         assert found.steps == (1,), f"{name}: {found}"
@@ -288,7 +278,7 @@ def test_an_op_that_was_trusted_is_loud_within_fifty_steps_of_the_first_differen
     first = 8
     w = leaf(N, N)
     with (
-        broken("AuditedForEver"),
+        sabotage("AuditedForEver"),
         delta.Runtime("100%", device="cpu", policy="stress_drop_all") as runtime,
     ):
         for k in range(first + 51):

@@ -434,3 +434,23 @@ def test_arrays_taken_between_steps_leave_nothing_behind() -> None:
         assert runtime._session.counters()["pages"] < 2000
         (w.sin() * w).sum().backward()
     runtime.close()
+
+
+def test_an_array_taken_while_the_runtime_stands_aside() -> None:
+    """Nothing is saved yet then; the array is written to when something is."""
+
+    def gradient() -> Tensor:
+        w, x = leaf(N, N), torch.linspace(0, 1, N * N).view(N, N).clone()
+        with delta.disable():
+            array = x.numpy()
+        loss = ((x * 2.0).sin().cos() * w).sum()
+        boundary()
+        array *= 3.0
+        loss.backward()
+        assert w.grad is not None
+        return w.grad
+
+    expected = gradient()
+    with delta.Runtime("100%", device="cpu", policy="stress_drop_all") as runtime:
+        assert torch.equal(gradient(), expected)
+    runtime.close()

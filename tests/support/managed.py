@@ -18,15 +18,15 @@ from tests.support.device import device_under_test
 MODES = ("ordinary", "drop_all", "random", "swap_all", "disk_all", "mix", "budget")
 
 SABOTAGES = (
-    "NO_RNG_RESTORE",
-    "EMPTY_AS_OP",
-    "INPLACE_WITHOUT_COPY",
-    "WRAPPED_NUMBER_LOST",
-    "PRE_WRITE_VALUE",
-    "NO_CLONE_ON_WRITE",
+    "NoRngRestore",
+    "EmptyAsOp",
+    "InplaceWithoutCopy",
+    "WrappedNumberLost",
+    "PreWriteValue",
+    "NoCloneOnWrite",
 )
-"""Ways to break recording and replaying on purpose, numbered from 1 as in csrc/op_info.h."""
-STREAM_SABOTAGES = {"NO_ORDER_OUT": 8, "NO_ORDER_IN": 9, "NO_ORDER_SIDE": 10}
+"""Ways to break recording and replaying on purpose; csrc/op_info.h has them all."""
+STREAM_SABOTAGES = ("NoOrderOut", "NoOrderIn", "NoOrderSide")
 """Ways to break the order between the streams of an accelerator."""
 
 
@@ -154,10 +154,10 @@ def poisoned_host_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sabotage(name: str) -> Iterator[None]:
-    """Breaks recording or replaying in one way for the duration of the block."""
+    """Breaks one rule, by its name in csrc/op_info.h, for the duration of the block. "None" breaks nothing."""
     from delta_runtime import _C
 
-    _C.set_sabotage(STREAM_SABOTAGES.get(name) or SABOTAGES.index(name) + 1)
+    _C.set_sabotage(_C.sabotage_names().index(name))
     try:
         yield
     finally:

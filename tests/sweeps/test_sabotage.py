@@ -71,12 +71,12 @@ def _source_overwritten_after_use(x: Tensor) -> Tensor:
 _tables: list[Tensor] = []
 
 CASES: dict[str, Callable[[Tensor], Tensor]] = {
-    "NO_RNG_RESTORE": _dropout,
-    "EMPTY_AS_OP": _empty_filled_by_foreign_code,
-    "INPLACE_WITHOUT_COPY": _value_before_and_after_a_write,
-    "WRAPPED_NUMBER_LOST": _one_number_times_a_python_number,
-    "PRE_WRITE_VALUE": _saved_result_of_an_op_in_place,
-    "NO_CLONE_ON_WRITE": _source_overwritten_after_use,
+    "NoRngRestore": _dropout,
+    "EmptyAsOp": _empty_filled_by_foreign_code,
+    "InplaceWithoutCopy": _value_before_and_after_a_write,
+    "WrappedNumberLost": _one_number_times_a_python_number,
+    "PreWriteValue": _saved_result_of_an_op_in_place,
+    "NoCloneOnWrite": _source_overwritten_after_use,
 }
 
 
