@@ -10,6 +10,7 @@
 #include "observer.h"
 #include "session.h"
 #include "stream_lane.h"
+#include "vector_math.h"
 
 namespace delta {
 namespace {
@@ -92,6 +93,7 @@ void Session::end_watch() {
 
 Session::Session(SessionOptions options)
     : options_(options), evidence_random_(options.seed + 1), random_(options.seed) {
+  settle_vector_math();
   if (!options_.device.is_cpu()) {
     device_evidence_ = std::make_unique<DeviceEvidence>(options_.device);
   }

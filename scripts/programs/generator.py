@@ -120,11 +120,12 @@ class _Running:
 
 
 def _make_program(rng: random.Random, number: int, family: Family) -> Program:
-    steps = rng.choice((3, 3, 3, 4, 4, 5, 6))
+    chosen = _chosen_aims(rng, number, family)
+    changes_late = Fault.OP_CHANGES in {aim.fault for aim in chosen}
+    steps = rng.choice((5, 6, 8) if changes_late else (3, 3, 3, 4, 4, 5, 6))
     b = Builder(rng, steps)
     b.leaf(), b.leaf()
     micro = 1
-    chosen = _chosen_aims(rng, number, family)
     b.calm = Fault.INTERRUPT in {aim.fault for aim in chosen}
     running = [_Running(ATTACKS[aim.fault](b, aim), group) for group, aim in enumerate(chosen)]
     if rng.random() < 0.12 and Fault.INTERRUPT not in {aim.fault for aim in chosen}:

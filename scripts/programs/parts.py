@@ -121,6 +121,12 @@ def poke_first(tensor, value, count):
 
 
 @_part
+def openmp_threads():
+    """How many threads OpenMP would use on the calling thread, which nobody is told by being asked."""
+    return getattr(ctypes.CDLL(None), "omp_get_max_threads", torch.get_num_threads)()
+
+
+@_part
 def read_into(tensor, seed):
     """Fills a tensor as reading a file into it does."""
     content = np.random.RandomState(seed).randn(tensor.numel()).astype(np.float32).tobytes()

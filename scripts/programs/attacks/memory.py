@@ -318,6 +318,9 @@ RESIZES = (
     "{1} = {0}.clone()\n{0}.data = torch.empty(0)\n{0}.data = {1}",
     "{0}.untyped_storage().resize_({0}.untyped_storage().nbytes() * 2)\n{0}.data.mul_(0.5)",
     "{1} = {0}.clone()\n{0}.data.resize_(0)\n{0}.data = {1}",
+    # An op whose schema does not say that the bytes lie elsewhere afterwards.
+    "torch.ops.inductor.resize_storage_bytes_({0}, 2 * {0}.nbytes)\npoke({0}, 0.4)",
+    "torch.ops.inductor.resize_storage_bytes_({0}, 3 * {0}.nbytes)\npoke_first({0}, -0.3, 500)",
 )
 """Of memory {0} and a name {1} that is assigned."""
 

@@ -119,7 +119,7 @@ CONV = "F.conv2d({0}, {1}, padding=1)"
 
 
 def fresh_thread(b: Builder, aim: Aim) -> Iterator[None]:
-    """Backward of convolutions on a thread that torch has not seen before."""
+    """Backward of convolutions on a thread that torch has not seen before, and that nobody may tell a thread count."""
     yield
     # No optimizer has it, so that its graph outlives a step.
     channels, batch = b.pick(((4, 8), (4, 2), (8, 8)))
@@ -128,15 +128,23 @@ def fresh_thread(b: Builder, aim: Aim) -> Iterator[None]:
     with making_steps(b, aim):
         size = batch * channels * 256
         x = b.make(f"torch.linspace(-1, 1, {size}).view({batch}, {channels}, 16, 16)", prefix="x")
+        two = b.chance(0.5)  # as many as the thread has that will run backward
+        if two:
+            b.call("torch.set_num_threads(2)")
         y = b.make(CONV, x, w, prefix="y")
         y = b.make("{0}.tanh()", y, prefix="y")
         y = b.make(CONV, y, w, prefix="y")
         loss = b.make("{0}.square().mean()", y, prefix="l")
+        if two:
+            b.call("torch.set_num_threads(1)")
 
         def strike() -> None:
+            told = b.fresh("n")
             with b.thread(attack=b.moment(aim.fault, x, y)) as job:
                 b.call("{0}.backward()", loss)
+                b.emit(Kind.MAKE, "{o} = openmp_threads()", out=(told,))
             b.call("{0}.wait()", job)
+            b.call("note('OpenMP threads', {0})", told)
 
         if aim.phase is Phase.FORWARD:
             yield
