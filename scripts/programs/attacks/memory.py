@@ -324,6 +324,13 @@ RESIZES = (
 )
 """Of memory {0} and a name {1} that is assigned."""
 
+_REFILL = (
+    "if {0}.untyped_storage().nbytes() == 0:\n"
+    "    {0}.untyped_storage().resize_({0}.nbytes)\n"
+    "    {0}.data.fill_(0.1)"
+)
+"""Where a legal error in backward came before the memory was back, the next step would read none."""
+
 
 def storage_resized(b: Builder, aim: Aim) -> Iterator[None]:
     """Memory is given back and taken again, or exchanged, as sharded training and manual offloading do."""
@@ -332,7 +339,10 @@ def storage_resized(b: Builder, aim: Aim) -> Iterator[None]:
 
     def make() -> str:
         if persistent:
-            return b.prepared("torch.randn(32, 32)", "m")
+            m = b.prepared("torch.randn(32, 32)", "m")
+            if apart:
+                b.call(_REFILL, m)
+            return m
         m = _memory(b, op_made=0.6)
         return b.make("{0}.contiguous().clone()", m, prefix="m")
 
