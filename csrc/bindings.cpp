@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <new>
 
 #include "cpu_pool.h"
@@ -412,20 +413,6 @@ void bind_session(py::module_& m) {
       .def("mark_written", &Session::mark_written)
       .def("prepare_write", &Session::prepare_write)
       .def(
-          "before_raw_access",
-          [](Session& s, const py::object& object, bool writes) {
-            if (THPVariable_Check(object.ptr())) {
-              const auto& t = THPVariable_Unpack(object.ptr());
-              if (is_plain(t)) {
-                s.before_raw_access(t.storage(), writes);
-              }
-            } else if (THPStorage_Check(object.ptr())) {
-              s.before_raw_access(THPStorage_Unpack(object.ptr()), writes);
-            }
-          },
-          py::arg("tensor_or_storage"), py::arg("writes"),
-          "Python code is about to get hold of its memory, or to write to it unseen.")
-      .def(
           "begin_copies",
           [](Session& s) {
             Session::Guard guard(s);
@@ -650,6 +637,36 @@ PYBIND11_MODULE(_C, m) {
         return py::make_tuple(hash.words[0], hash.words[1]);
       },
       "The hash of all bytes of a tensor's storage on an accelerator, for tests.");
+  m.def(
+      "before_raw_access",
+      [](const py::object& object, bool writes, const py::list& listeners) {
+        c10::Storage storage;
+        if (THPVariable_Check(object.ptr())) {
+          const auto& t = THPVariable_Unpack(object.ptr());
+          storage = delta::is_plain(t) ? t.storage() : c10::Storage();
+        } else if (THPStorage_Check(object.ptr())) {
+          storage = THPStorage_Unpack(object.ptr());
+        }
+        auto heard = delta::watching_sessions();  // a closed one that has tensors saved is in there
+        for (const auto& listener : listeners) {
+          auto session = listener.cast<c10::intrusive_ptr<delta::Session>>();
+          if (std::find(heard.begin(), heard.end(), session) == heard.end()) {
+            heard.push_back(std::move(session));
+          }
+        }
+        if (storage) {
+          for (const auto& session : heard) {
+            session->before_raw_access(storage, writes);
+          }
+        }
+        return !heard.empty();
+      },
+      py::arg("tensor_or_storage"), py::arg("writes"), py::arg("listeners"),
+      "Python code is about to get hold of its memory, or to write to it unseen. Tells these\n"
+      "sessions and all that have tensors saved. False: there were none.");
+  m.def(
+      "any_watches", [] { return !delta::watching_sessions().empty(); },
+      "Whether a session is entered or has tensors saved, closed or not.");
   m.def("live_records", &delta::live_records, "Op records alive in this process.");
   m.def("preallocate", &delta::preallocate, py::call_guard<py::gil_scoped_release>(),
         "Take disk space for the first bytes of a file now; 0 or an errno.");

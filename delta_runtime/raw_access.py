@@ -2,10 +2,10 @@
 
 Covers the methods that write to a tensor without an op (`apply_`, `map_`, those of storages) and the ones
 that hand its memory to others who may write to it (`numpy`, `__array__`, DLPack). From the first time
-that a runtime is entered until it is closed they tell it first; what they do is unchanged. (Not from step
-to step: each change of a class costs all that uses it.) Not covered: code that has the address of a tensor
-(`data_ptr`, C++ extensions, ctypes). What such code changes is found by evidence, or told by
-`delta_runtime.mark_written`.
+that a runtime is entered until it is closed, and nothing that it saved is left, they tell it first; what
+they do is unchanged. (Not from step to step: each change of a class costs all that uses it.) Not covered:
+code that has the address of a tensor (`data_ptr`, C++ extensions, ctypes). What such code changes is found
+by evidence, or told by `delta_runtime.mark_written`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.utils.dlpack
+
+from delta_runtime.extension import _C
 
 _WRITERS = ("apply_", "map_", "map2_")
 _SHARERS = ("numpy", "__array__", "__dlpack__")
@@ -39,7 +41,10 @@ def listen(session: Any) -> None:
 
 
 def stop_listening(session: Any) -> None:
-    """Tell it no more; with the last listener the methods are PyTorch's own again. Idempotent."""
+    """Tell it only as long as it has tensors saved. With the last that hears the methods are PyTorch's own again.
+
+    Idempotent.
+    """
     with _lock:
         _forget(session)
 
@@ -53,15 +58,13 @@ def forget_lock() -> None:
 def _forget(session: Any) -> None:
     """Of a session, and of those that died without being closed. Under the lock."""
     _listeners[:] = [each for each in _listeners if each() not in (None, session)]
-    if not _listeners:
+    if not _listeners and not _C.any_watches():
         _remove()
 
 
 def _tell(tensor_or_storage: Any, *, writes: bool) -> None:
-    heard = [session for listener in tuple(_listeners) if (session := listener()) is not None]
-    for session in heard:
-        session.before_raw_access(tensor_or_storage, writes)
-    if not heard:
+    listeners = [session for listener in tuple(_listeners) if (session := listener()) is not None]
+    if not _C.before_raw_access(tensor_or_storage, writes, listeners):
         with _lock:
             _forget(None)
 

@@ -119,6 +119,8 @@ def random_settings(rng: random.Random, faults: set[Fault]) -> Settings:
         return dataclasses.replace(base, policy=swapping, host_budget="16MiB")
     if kind == "slow":
         link = rng.choice(SLOW_LINK_BYTES_PER_S)
+        if Fault.DRAWS_ON_THREADS in faults:  # its values are up to 64 times as large
+            link *= 10
         return dataclasses.replace(
             base, policy=swapping, host_budget="16MiB", link_bytes_per_s=link
         )
