@@ -25,7 +25,7 @@ from scripts.programs import driver, parts
 from scripts.programs.coverage import PLACE_OF, Cell, Place, endangered, moment_of
 from scripts.programs.driver import Peak, drive, first_difference
 from scripts.programs.faults import TERMS, Family, Fault, Moment
-from scripts.programs.program import Instruction, Program
+from scripts.programs.program import Instruction, Phase, Program
 from scripts.programs.render import Marks, render
 from scripts.programs.settings import Settings
 
@@ -132,6 +132,8 @@ class Watch:
         self.prepared = prepared
         self.names: dict[str, Any] = {}
         self.cells: set[Cell] = set()
+        if prepared.program.interrupts:  # of no instruction, and of no value
+            self.cells.add(Cell(Fault.INTERRUPT, Place.RESIDENT, Phase.FORWARD))
         self.waiting: set[int] = set()
         self.spare: list[Any] = []
 
