@@ -18,6 +18,7 @@ from tests.support.bitwise import (
 )
 from tests.support.device import device_under_test, moved
 from tests.support.managed import Probe, live_bytes, managed, measured
+from tests.support.processor import lstm_runs_in_bfloat16
 from tests.zoo import ZooEntry
 
 OPTIMIZERS = {
@@ -37,7 +38,7 @@ class Recipe:
     Args:
         steps: number of steps.
         optimizer: "sgd" (with momentum) or "adamw".
-        autocast: forward under bfloat16 autocast.
+        autocast: forward under bfloat16 autocast, where the processor has the model's kernels in bfloat16.
         seed: of weights and dropout.
     """
 
@@ -85,11 +86,13 @@ def train(
         built = entry.build(recipe.seed)
         built.model.to(device)
         optimizer = OPTIMIZERS[recipe.optimizer](built.model.parameters())
+        has_lstm = any(isinstance(module, torch.nn.LSTM) for module in built.model.modules())
+        autocast = recipe.autocast and (not has_lstm or lstm_runs_in_bfloat16())
         torch.manual_seed(recipe.seed + 1)
         with managed(mode, seed=managed_seed, budget_bytes=budget_bytes) as probe:
             for step in range(recipe.steps):
                 optimizer.zero_grad(set_to_none=True)
-                with torch.autocast(device.type, torch.bfloat16, enabled=recipe.autocast):
+                with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
                     loss = built.loss(moved(built.batch(step)))
                 loss.backward()
                 snapshot |= prefixed(f"step {step}", {"loss": freeze(loss)})
