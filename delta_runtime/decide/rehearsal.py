@@ -217,8 +217,9 @@ def _add_until_it_fits(
 ) -> None:
     """Adds drops, and second drops, where the rehearsal is still over the budget."""
     dropped, again = choice.dropped, choice.again
-    tried_in_vain = np.zeros(len(choice.outcome.excess), dtype=bool)
+    tried_in_vain = beyond_help(cover, dropped, again)
     while rehearsal.work < most_work and choice.outcome.seconds <= most_seconds:
+        rehearsal.work += len(tried_in_vain) // 8 + 20
         best = choice.outcome
         open_excess = np.where(tried_in_vain, 0, best.excess)
         worst = int(np.argmax(open_excess))
@@ -245,7 +246,16 @@ def _add_until_it_fits(
             continue
         (again if found[2] else dropped)[found[1]] = True
         choice.outcome = found[3]
-        tried_in_vain[:] = False
+        tried_in_vain = beyond_help(cover, dropped, again)
+
+
+def beyond_help(cover: Cover, dropped: Mask, again: Mask) -> Mask:
+    """The ops at which no further drop makes room; below the lower bound that can be nearly all of a long step."""
+    movable = cover.droppable & ~(dropped & again)
+    n_ops = cover.graph.n_ops
+    opened = np.bincount(cover.begin[movable], minlength=n_ops + 1)
+    closed = np.bincount(cover.own_need[movable], minlength=n_ops + 1)
+    return np.asarray(np.cumsum(opened - closed)[:n_ops] == 0)
 
 
 def take_back(rehearsal: Rehearsal, choice: Choice, most_work: int) -> None:

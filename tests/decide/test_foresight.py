@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from delta_runtime.decide.bounds import bounds_of
 from delta_runtime.decide.cover import Cover, recipes_of
 from delta_runtime.decide.foresight import foresee
 from delta_runtime.decide.known_steps import CALIBRATION_STEPS, KnownSteps
-from delta_runtime.decide.rehearsal import Rehearsal
+from delta_runtime.decide.rehearsal import Rehearsal, beyond_help
+from delta_runtime.decide.relief import MOST_WORK
 from tests.support.step_graphs import chain
 
 MIB = 1024**2
@@ -149,3 +151,58 @@ def test_times_of_several_runs_are_merged_and_the_final_plan_stays():
     assert known.foresight is final
     known.learn(second, 16 * MIB)  # another budget
     assert known.foresight is not final
+
+
+def _followed_by(graph: StepGraph, n_ops: int) -> StepGraph:
+    """The graph with so many more ops at its end, each as high as its peak, that read and make nothing."""
+
+    def more(column: np.ndarray, value: float) -> np.ndarray:
+        return np.append(column, np.full(n_ops, value, column.dtype))
+
+    ticks = np.arange(graph.ticks, graph.ticks + n_ops)
+    return replace(
+        graph,
+        op_name=(*graph.op_name, *["step"] * n_ops),
+        op_tick=np.append(graph.op_tick, ticks),
+        op_seconds=more(graph.op_seconds, 1e-5),
+        op_replay_seconds=more(graph.op_replay_seconds, float("nan")),
+        op_watermark_bytes=more(graph.op_watermark_bytes, 0),
+        op_ordinary_bytes=more(graph.op_ordinary_bytes, graph.peak_bytes),
+        op_backward=more(graph.op_backward, True),
+        op_managed_input_bytes=more(graph.op_managed_input_bytes, 0),
+        input_offsets=more(graph.input_offsets, graph.input_offsets[-1]),
+        ticks=graph.ticks + n_ops,
+    )
+
+
+def test_ops_that_no_drop_helps_take_no_time(monkeypatch):
+    """Below the lower bound that can be nearly all of a long step, and each was looked at after each drop."""
+    looks = 0
+    argmax = np.argmax
+
+    def counted(*arguments):
+        nonlocal looks
+        looks += 1
+        return argmax(*arguments)
+
+    monkeypatch.setattr(np, "argmax", counted)
+    graph = _followed_by(chain([MIB] * 6, [1e-2] * 6), 5000)
+    plan = foresee(graph, MIB, most_work=MOST_WORK)
+    assert plan.planned.any() and plan.predicted_peak_bytes == graph.peak_bytes
+    assert 0 < looks < 500
+
+
+@settings(max_examples=60, deadline=None)
+@given(CHAINS, st.data())
+def test_what_is_beyond_help_has_nothing_to_drop_around_it(instance, data):
+    sizes, seconds, share = instance
+    graph = chain([size * MIB for size in sizes], [s * 1e-2 for s in seconds])
+    cover = Cover(graph, int(share * graph.peak_bytes), recipes_of(graph))
+    masks = st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)).map(np.array)
+    dropped = data.draw(masks)
+    again = data.draw(masks) & dropped
+    beyond = beyond_help(cover, dropped, again)
+    assert len(beyond) == graph.n_ops
+    for op in range(graph.n_ops):
+        spanning = (cover.begin <= op) & (cover.own_need > op) & cover.droppable
+        assert beyond[op] == (not (spanning & ~(dropped & again)).any())
