@@ -29,7 +29,7 @@ from delta_runtime.decide.director import Links
 from delta_runtime.decide.foresight import MOST_EFFORT, Foresight, foresee
 from delta_runtime.decide.planning_time import PlanningTime
 from delta_runtime.decide.rehearsal import WORK_PER_SECOND
-from delta_runtime.decide.relief import MOST_MORE, MOST_WORK, Relief, affordable_s
+from delta_runtime.decide.relief import MOST_WORK, Relief, affordable_s, bearable_s
 
 CALIBRATION_STEPS = 3
 """Steps of one graph whose op times are taken (the least of them counts) before its plan is final."""
@@ -56,7 +56,7 @@ _LONGER_WAIT = 0.01  # the same; a plan in place that comes to wait for so much 
 _LEFT_FOR_NEXT = (
     2  # so many times as long as the last plan took there has to be, for one that is no must
 )
-_STEPS_TO_JUDGE = 5  # what is kept to: the least of each counts
+_STEPS_TO_JUDGE = 3  # what is kept to: the least of each counts
 _DEAR_STEPS = 2  # in a row, before a budget that is met is given up, or more is kept to
 _MOST_NEW = 3  # graphs in a row that nobody has seen before; more of them are not planned for
 _REST = 7  # steps that are not logged then, after each that is
@@ -458,8 +458,10 @@ class KnownSteps:
         if len(known.costs) >= _STEPS_TO_JUDGE:
             costs, known.costs = known.costs, []
             rebuild_s = min(each.rebuild_s for each in costs)
-            if rebuild_s > MOST_MORE * min(each.seconds - each.rebuild_s for each in costs):
-                known.relief.too_dear(known.graph, self._planning)
+            observed_s = min(each.seconds - each.rebuild_s for each in costs)
+            most_s = bearable_s(observed_s, cost.ops)
+            if rebuild_s > most_s:
+                known.relief.too_dear(known.graph, self._planning, rebuild_s / max(most_s, 1e-9))
         else:
             known.relief.look(known.graph, self._planning, surely=not others)
         if known.relief.plan is not before and self._plans:
@@ -559,7 +561,7 @@ class KnownSteps:
 
 def _is_dear(cost: StepCost) -> bool:
     """Whether recomputing took more of a step than its user can bear."""
-    return cost.rebuild_s > MOST_MORE * (cost.seconds - cost.rebuild_s)
+    return cost.rebuild_s > bearable_s(cost.seconds - cost.rebuild_s, cost.ops)
 
 
 def _moved(graph: StepGraph, begin_bytes: int) -> bool:

@@ -29,9 +29,24 @@ MakePlan = Callable[[StepGraph, int], Foresight]
 
 
 def affordable_s(graph: StepGraph) -> float:
-    """Seconds of recomputing in a step that its user can bear."""
-    seconds = graph.seconds
-    return max(_LEAST_MORE * seconds, MOST_MORE * seconds - _OBSERVING_S * graph.n_ops)
+    """Seconds of recomputing in a step that its user can bear, by its record."""
+    return _bearable_s(graph.seconds, graph.n_ops)
+
+
+def bearable_s(observed_s: float, n_ops: int) -> float:
+    """The same by the clock.
+
+    Args:
+        observed_s: seconds of a step without what it recomputed.
+        n_ops: of that step.
+    """
+    # However many the ops are, observing them was seen to take less than the step itself.
+    ordinary_s = max(observed_s - _OBSERVING_S * n_ops, observed_s / 2)
+    return _bearable_s(ordinary_s, n_ops)
+
+
+def _bearable_s(ordinary_s: float, n_ops: int) -> float:
+    return max(_LEAST_MORE * ordinary_s, MOST_MORE * ordinary_s - _OBSERVING_S * n_ops)
 
 
 class Relief:
@@ -101,10 +116,18 @@ class Relief:
             else:
                 self._too_low_bytes = middle
 
-    def too_dear(self, graph: StepGraph, planning: PlanningTime) -> None:
-        """Take in that steps at `peak_bytes` took too long: a quarter of what is left is given up."""
+    def too_dear(self, graph: StepGraph, planning: PlanningTime, times: float) -> None:
+        """Take in that steps at `peak_bytes` took too long: as much of what is left is given up.
+
+        Args:
+            graph: the recorded step, as it is known by now.
+            planning: the time.
+            times: so many times as much as is bearable was recomputed.
+        """
         self._tried = True
-        self.peak_bytes += max(self._highest_bytes - self.peak_bytes, 0) // 4 + 1
+        left_bytes = max(self._highest_bytes - self.peak_bytes, 0)
+        # As if what is recomputed went with what is evicted; but a quarter at the least.
+        self.peak_bytes += int(left_bytes * max(1 - 1 / times, 0.25)) + 1
         self._too_low_bytes = self.peak_bytes  # that is the end of the search
         if planning.left_s > 0:
             with planning.planning():

@@ -11,6 +11,7 @@ from delta_runtime.core.graph import StepGraph
 from delta_runtime.core.model import Exit
 from delta_runtime.decide.bounds import bounds_of
 from delta_runtime.decide.director import Links
+from delta_runtime.decide.foresight import Foresight, foresee
 from delta_runtime.decide.known_steps import (
     CALIBRATION_STEPS,
     MOST_TRIALS,
@@ -20,7 +21,8 @@ from delta_runtime.decide.known_steps import (
     KnownSteps,
     StepCost,
 )
-from delta_runtime.decide.relief import affordable_s
+from delta_runtime.decide.planning_time import PlanningTime
+from delta_runtime.decide.relief import Relief, affordable_s, bearable_s
 from tests.support.step_graphs import chain
 
 MIB = 1024**2
@@ -411,3 +413,27 @@ def test_steps_of_unknown_graphs_that_are_dear_raise_what_is_kept():
         known.saw(cost(dataclasses.replace(GRAPH, fingerprint=200 + i), before, GRAPH.seconds))
         known.tend(budget_bytes)
     assert known.kept_bytes(budget_bytes) > before
+
+
+def test_what_observing_takes_leaves_less_for_recomputing():
+    """Half of an ordinary step is what both may add to it; a tenth may always be recomputed."""
+    assert bearable_s(1.0, 0) == pytest.approx(0.4)
+    assert bearable_s(1.0, 10_000) == pytest.approx(0.4 * 0.9 - 0.1)
+    assert bearable_s(1.0, 30_000) == pytest.approx(0.1 * 0.7)
+    assert bearable_s(1.0, 10**6) == pytest.approx(0.1 * 0.5)
+
+
+@pytest.mark.parametrize(("times", "share"), [(1.1, 0.25), (2.0, 0.5), (8.0, 0.875)])
+def test_what_was_too_dear_is_given_up_in_one_go(times: float, share: float):
+    budgets: list[int] = []
+
+    def make_plan(graph: StepGraph, budget_bytes: int) -> Foresight:
+        budgets.append(budget_bytes)
+        return foresee(graph, budget_bytes)
+
+    kept_bytes = GRAPH.peak_bytes // 2
+    relief = Relief(kept_bytes, GRAPH, make_plan, hopeless=True, share=0.0)
+    relief.too_dear(GRAPH, PlanningTime(), times)
+    left_bytes = GRAPH.peak_bytes - kept_bytes
+    assert relief.peak_bytes == pytest.approx(kept_bytes + share * left_bytes, abs=2)
+    assert budgets == [relief.peak_bytes] and relief.is_over
