@@ -42,7 +42,7 @@ demo: $(VENV)/.stamp-demo
 	$(BIN)/python scripts/demo.py $(DEMO_ARGS)
 
 test: lint
-	$(BIN)/python -m pytest -q -m "not slow" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff format --check .

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts jobs in the background with SIGINT ignored, and children inherit that: no Ctrl-C would ever arrive
     # in the tests that send one.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+LONG = ("test_accelerator.py", "test_leaks.py", "test_stress_programs.py", "test_ecosystem.py")
+"""Files with tests of minutes: first, so that no worker ends with one of them while the others wait."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Workers are given whole files in this order (`--no-loadscope-reorder`)."""
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
