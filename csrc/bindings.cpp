@@ -172,6 +172,7 @@ py::dict counters_of(const Session& s) {
   d["mismatches"] = c.mismatches;
   d["audits"] = c.audits;
   d["audit_failures"] = c.audit_failures;
+  d["unhashed"] = c.unhashed;
   d["swap_outs"] = c.swap_outs;
   d["swapped_out_bytes"] = c.swapped_out_bytes;
   d["clean_evictions"] = c.clean_evictions;
@@ -398,18 +399,16 @@ void bind_session(py::module_& m) {
       .def(
           "judge",
           [](Session& s, bool later) {
-            std::string text = s.judge();
+            const std::string text = s.keep_verdict(s.judge());
             if (!later) {
-              const std::string before = s.take_verdict();
-              return before.empty() ? text : before;
+              s.take_verdict();
             }
-            Session::Guard guard(s);
-            s.verdict_ = s.verdict_.empty() ? text : s.verdict_;
-            return std::string();
+            return text;
           },
           py::arg("later") = false, py::call_guard<py::gil_scoped_release>(),
           "Compare, on an accelerator, what came back with what went, waiting for the device if "
-          "there is anything to compare. Says what differed; later: to whoever asks next.")
+          "there is anything to compare. Says what differed; later: and again to whoever asks "
+          "next.")
       .def("mark_written", &Session::mark_written)
       .def("prepare_write", &Session::prepare_write)
       .def(

@@ -13,6 +13,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 
 #include <algorithm>
+#include <iterator>
 #include <sstream>
 #include <utility>
 
@@ -25,7 +26,8 @@ namespace delta {
 bool Session::take_device_evidence(Page& page) {
   if (page.went_round == device_evidence_->round && page.went_epoch == page.epoch) {
     page.hashed = page.went >= 0;
-    return true;
+    counters_.unhashed += page.hashed ? 0 : 1;
+    return page.hashed || options_.verify != Verify::Always;
   }
   device_evidence_->to_hash.push_back(c10::intrusive_ptr<Page>::reclaim_copy(&page));
   return false;
@@ -142,23 +144,36 @@ void Session::hash_returned() {
   if (noted.empty()) {
     return;
   }
-  for (auto& each : noted) {
-    if (each.owner != kNoStream && each.owner != each.stream) {
-      c10::getDeviceAllocator(options_.device.type())
-          ->recordStream(each.storage.data_ptr(),
-                         c10::Stream(c10::Stream::UNSAFE, options_.device, each.stream));
+  const auto put_by = [&](size_t hashed) {
+    Guard guard(*this);
+    for (size_t i = 0; i < noted.size(); ++i) {
+      if (i >= hashed) {
+        evidence.came_back.push_back(std::move(noted[i]));
+      } else if (noted[i].came >= 0) {
+        evidence.pending.push_back(std::move(noted[i]));
+      } else {
+        ++counters_.unhashed;
+        forget_hash(noted[i].went);
+      }
     }
-    each.came = evidence.hashes.hash(each.storage, each.stream);
-    each.storage = c10::Storage();
-  }
-  Guard guard(*this);
-  for (auto& each : noted) {
-    if (each.came >= 0) {
-      evidence.pending.push_back(std::move(each));
-    } else {
-      forget_hash(each.went);
+  };
+  size_t hashed = 0;
+  try {
+    for (auto& each : noted) {
+      if (each.owner != kNoStream && each.owner != each.stream) {
+        c10::getDeviceAllocator(options_.device.type())
+            ->recordStream(each.storage.data_ptr(),
+                           c10::Stream(c10::Stream::UNSAFE, options_.device, each.stream));
+      }
+      each.came = evidence.hashes.hash(each.storage, each.stream);
+      each.storage = c10::Storage();
+      ++hashed;
     }
+  } catch (...) {
+    put_by(hashed);
+    throw;
   }
+  put_by(hashed);
 }
 
 std::string Session::judge() {
@@ -174,7 +189,13 @@ std::string Session::judge() {
   }
   std::vector<Hash128> hashes;
   if (!pending.empty()) {
-    hashes = evidence.hashes.read();
+    try {
+      hashes = evidence.hashes.read();
+    } catch (...) {  // what went wrong on the device comes up here first
+      Guard guard(*this);
+      std::move(pending.begin(), pending.end(), std::back_inserter(evidence.pending));
+      throw;
+    }
   }
   std::ostringstream text;
   int64_t different = 0;
@@ -229,23 +250,32 @@ std::string Session::judge() {
   if (!found.empty()) {
     found +=
         ". On an accelerator this shows when the step's backward is over: its gradients were "
-        "computed with it and must not be used. ";
+        "computed with it and must not be used. If an update was made with them already, go back "
+        "to "
+        "weights of before. ";
     found += likely_causes();
   }
   return found;
 }
 
+std::string Session::keep_verdict(const std::string& text) {
+  Guard guard(*this);
+  if (verdict_.empty()) {
+    verdict_ = text;
+    has_verdict_.store(!text.empty(), std::memory_order_relaxed);
+  }
+  return verdict_;
+}
+
 std::string Session::take_verdict() {
   Guard guard(*this);
+  has_verdict_.store(false, std::memory_order_relaxed);
   return std::exchange(verdict_, {});
 }
 
-void Session::tell(const std::string& verdict, bool updated) const {
+void Session::tell(const std::string& verdict) const {
   if (!verdict.empty()) {
-    throw RecomputeMismatchError(
-        verdict + (updated
-                       ? " An update may have been made with them: go back to weights of before."
-                       : " Weights and optimizer state are as they were."));
+    throw RecomputeMismatchError(verdict);
   }
 }
 

@@ -16,8 +16,13 @@ namespace delta {
 namespace {
 
 constexpr int64_t kWord = 8;
-constexpr int64_t kRows = 1024;      // of a chunk of the table
-constexpr size_t kMostWeights = 64;  // of other shapes and streams; they are made again
+constexpr int64_t kRows = 1024;          // of a chunk of the table
+constexpr int64_t kLeastTile = 1 << 16;  // words that are mixed at once
+constexpr int64_t kMostTile = 1 << 21;
+constexpr int64_t kTiles = 8;              // of a value in between; room is needed for two of them
+constexpr int64_t kKeptRoom = 1 << 17;     // words, of each stream: for values of up to half a GiB
+constexpr int64_t kKeptWeights = 1 << 15;  // of each kind, for the same
+constexpr int64_t kKinds = 4;
 constexpr int64_t kKeys[] = {0x1e3779b97f4a7c15, -0x40a7b892e31b1a47, -0x6b2fb644ecceee15};
 
 at::Tensor over(const c10::Storage& storage, c10::ScalarType type, at::IntArrayRef sizes,
@@ -30,18 +35,26 @@ at::Tensor over(const c10::Storage& storage, c10::ScalarType type, at::IntArrayR
   return at::Tensor(std::move(impl));
 }
 
-// Numbers that look random, the same in every process, of (2, columns + rows).
-at::Tensor make_weights(c10::Device device, int64_t columns, int64_t rows) {
-  const int64_t each = columns + rows;
-  at::Tensor w = at::arange(1, 2 * each + 1, at::TensorOptions().dtype(at::kLong).device(device));
+// Odd numbers that look random, of (kinds, most). Each is the same in every process and does not
+// depend on how many there are.
+at::Tensor make_weights(c10::Device device, int64_t most) {
+  const auto options = at::TensorOptions().dtype(at::kLong).device(device);
+  at::Tensor w = at::arange(1, kKinds * most + 1, options);
+  at::Tensor room = at::empty_like(w);
   for (const int64_t key : kKeys) {
-    w = w.mul(key);
-    w = w.bitwise_xor(at::bitwise_right_shift(w, 29));
+    w.mul_(key);
+    at::bitwise_right_shift_out(room, w, 29);
+    w.bitwise_xor_(room);
   }
-  w = w.bitwise_and(-2).view({2, each});
-  w.select(0, 0).narrow(0, 0, columns).add_(1);
-  w.select(0, 1).narrow(0, columns, rows).add_(1);
-  return w;
+  w.bitwise_or_(1);
+  return w.view({most, kKinds}).t().contiguous();
+}
+
+// t becomes t * weights, and that has its upper half added to it.
+void mix(at::Tensor& t, const at::Tensor& of, const at::Tensor& weights, at::Tensor& room) {
+  at::mul_out(t, of, weights);
+  at::bitwise_right_shift_out(room, t, 32);
+  t.add_(room);
 }
 
 }  // namespace
@@ -75,23 +88,50 @@ void DeviceHashes::give_back(int32_t row) {
   }
 }
 
-const at::Tensor& DeviceHashes::weights_of(c10::StreamId stream, Shape shape) {
-  const auto key = std::make_pair(stream, shape);
-  const auto known = weights_.find(key);
-  if (known != weights_.end()) {
-    return known->second;
+const at::Tensor& DeviceHashes::weights_for(Room& room, int64_t sums) {
+  if (!room.weights.defined() || room.weights.size(1) < sums) {
+    int64_t most = kKeptWeights;
+    while (most < sums) {
+      most *= 2;
+    }
+    room.weights = make_weights(device_, most);
   }
-  if (weights_.size() >= kMostWeights) {
-    weights_.clear();
+  return room.weights;
+}
+
+// What there was stays if there is no memory for more.
+const at::Tensor& DeviceHashes::space_for(Room& room, int64_t words) {
+  if (!room.space.defined() || room.space.numel() < words) {
+    room.space = at::empty({words}, at::TensorOptions().dtype(at::kLong).device(device_));
   }
-  return weights_.emplace(key, make_weights(device_, shape.first, shape.second)).first->second;
+  return room.space;
+}
+
+void DeviceHashes::reserve(c10::StreamId stream) {
+  const c10::OptionalDeviceGuard device(device_);
+  const c10::StreamGuard on(c10::Stream(c10::Stream::UNSAFE, device_, stream));
+  Quiet quiet;
+  at::AutoDispatchBelowADInplaceOrView below;
+  std::lock_guard<std::mutex> guard(mutex_);
+  Room& room = rooms_[stream];
+  if (room.space.defined()) {
+    return;
+  }
+  try {
+    space_for(room, kKeptRoom);
+    weights_for(room, kKeptWeights);
+    give_back(take_row(stream));
+  } catch (const c10::OutOfMemoryError&) {  // there may be some when a value is hashed
+  }
 }
 
 int32_t DeviceHashes::hash(const c10::Storage& storage, c10::StreamId stream) {
   const auto bytes = static_cast<int64_t>(storage.nbytes());
-  if (bytes == 0 || reinterpret_cast<uintptr_t>(storage.data()) % kWord != 0) {
+  if (bytes == 0) {
     return -1;
   }
+  const bool aligned = reinterpret_cast<uintptr_t>(storage.data()) % kWord == 0;
+  const at::ScalarType word = aligned ? at::kLong : at::kByte;
   const c10::OptionalDeviceGuard device(device_);
   const c10::StreamGuard on(c10::Stream(c10::Stream::UNSAFE, device_, stream));
   Quiet quiet;
@@ -100,53 +140,72 @@ int32_t DeviceHashes::hash(const c10::Storage& storage, c10::StreamId stream) {
   int32_t row = -1;
   try {
     row = take_row(stream);
-    const int64_t words = bytes / kWord;
+    const int64_t words = aligned ? bytes / kWord : bytes;
     int64_t columns = 1;
     while (columns * columns < words) {
       columns *= 2;
     }
     const int64_t rows = words / columns;
     const int64_t left = words - rows * columns;
-    const int64_t tail = bytes % kWord;
-    const int64_t in_columns = (rows > 0 ? columns : 0) + left + tail;
-    const int64_t all = in_columns + rows;
-    // Room for all that comes in between, used by one hash after the other; no shape is empty.
-    at::Tensor& room = weights_[{stream, {0, 0}}];
-    if (!room.defined() || room.numel() < 4 * all) {
-      room = at::Tensor();
-      room = at::empty({4 * all}, at::TensorOptions().dtype(at::kLong).device(device_));
+    const int64_t tail = aligned ? bytes % kWord : 0;
+    const int64_t first_row = (rows > 0 ? columns : 0) + left + tail;  // of the sums
+    const int64_t sums = first_row + rows;
+    Room& room = rooms_[stream];
+    const at::Tensor weights = weights_for(room, sums);
+    int64_t tile = std::clamp(words / kTiles, kLeastTile, kMostTile) / columns;
+    tile = std::clamp(tile, int64_t{1}, std::max(rows, int64_t{1}));
+    const int64_t fixed = 4 * sums;
+    try {
+      space_for(room, fixed + 2 * tile * columns);
+    } catch (const c10::OutOfMemoryError&) {
+      tile = room.space.defined() ? (room.space.numel() - fixed) / (2 * columns) : 0;
+      if (tile < 1) {
+        throw;
+      }
     }
-    const c10::Storage space = room.storage();
     const auto part = [&](at::IntArrayRef sizes, int64_t first) {
-      return over(space, at::kLong, sizes, first);
+      return over(room.space.storage(), at::kLong, sizes, first);
     };
-    if (rows > 0) {
-      const at::Tensor square = over(storage, at::kLong, {rows, columns}, 0);
-      at::Tensor of_columns = part({columns}, 0);
-      at::Tensor of_rows = part({rows}, in_columns);
-      at::sum_out(of_columns, square, 0);
-      at::sum_out(of_rows, square, 1);
+    const auto weights_of = [&](int64_t kind, at::IntArrayRef sizes, int64_t first) {
+      return over(weights.storage(), at::kLong, sizes, kind * weights.size(1) + first);
+    };
+    at::Tensor of_columns = part({columns}, 0);
+    for (int64_t first = 0; first < rows; first += tile) {
+      const int64_t some = std::min(tile, rows - first);
+      at::Tensor t = part({some, columns}, fixed);
+      at::Tensor spare = part({some, columns}, fixed + tile * columns);
+      mix(t, over(storage, word, {some, columns}, first * columns),
+          weights_of(3, {some, 1}, first_row + first), spare);
+      mix(t, t, weights_of(3, {columns}, 0), spare);
+      at::Tensor of_rows = part({some}, first_row + first);
+      at::sum_out(of_rows, t, 1);
+      at::Tensor of_tile = first == 0 ? of_columns : part({columns}, fixed + tile * columns);
+      at::sum_out(of_tile, t, 0);
+      if (first > 0) {
+        of_columns.add_(of_tile);
+      }
     }
     if (left > 0) {
-      part({left}, in_columns - left - tail)
-          .copy_(over(storage, at::kLong, {left}, rows * columns));
+      part({left}, first_row - left - tail).copy_(over(storage, word, {left}, rows * columns));
     }
     if (tail > 0) {
-      part({tail}, in_columns - tail).copy_(over(storage, at::kByte, {tail}, kWord * words));
+      part({tail}, first_row - tail).copy_(over(storage, at::kByte, {tail}, kWord * words));
     }
-    at::Tensor sums = part({all}, 0);
-    at::Tensor mixed = part({all}, all);
-    at::Tensor weighted = part({2, all}, 2 * all);
-    at::bitwise_right_shift_out(mixed, sums, 32);
-    mixed.add_(sums);
-    at::mul_out(weighted, weights_of(stream, {in_columns, rows}), mixed);
+    at::Tensor mixed = part({sums}, sums);
+    at::Tensor spare = part({sums}, 2 * sums);
+    at::Tensor weighted = part({2, sums}, 2 * sums);
+    mix(mixed, part({sums}, 0), weights_of(2, {sums}, 0), spare);
+    at::mul_out(weighted, weights.narrow(0, 0, 2).narrow(1, 0, sums), mixed);
     const auto& chunk = chunks_[static_cast<size_t>(row / kRows)].words;
     at::Tensor out = over(chunk.storage(), at::kLong, {2}, 2 * (row % kRows));
     at::sum_out(out, weighted, 1);
     return row;
-  } catch (const std::exception&) {  // no memory, most likely
+  } catch (const c10::OutOfMemoryError&) {
     give_back(row);
     return -1;
+  } catch (...) {
+    give_back(row);
+    throw;
   }
 }
 
@@ -155,25 +214,31 @@ std::vector<Hash128> DeviceHashes::read() {
   Quiet quiet;
   at::AutoDispatchBelowADInplaceOrView below;
   std::lock_guard<std::mutex> guard(mutex_);
+  for (auto& [stream, room] : rooms_) {
+    if (room.space.defined() && room.space.numel() > kKeptRoom) {
+      const c10::StreamGuard on(c10::Stream(c10::Stream::UNSAFE, device_, stream));
+      room.space = at::Tensor();
+      try {
+        space_for(room, kKeptRoom);
+      } catch (const c10::OutOfMemoryError&) {  // there may be some when a value is hashed
+      }
+    }
+  }
   const c10::StreamId current = current_stream_id(device_);
-  std::vector<at::Tensor> all;
   std::vector<c10::StreamId> waited{current};
+  std::vector<Hash128> hashes(static_cast<size_t>(kRows) * chunks_.size());
+  static_assert(sizeof(Hash128) == 2 * kWord, "a row of the table is a hash");
+  at::Tensor here = at::empty({kRows, 2}, at::TensorOptions().dtype(at::kLong));
+  size_t first = 0;
   for (const auto& chunk : chunks_) {
     if (std::find(waited.begin(), waited.end(), chunk.stream) == waited.end()) {
       order_after_stream(device_, chunk.stream);
       waited.push_back(chunk.stream);
     }
-    all.push_back(chunk.words);
+    here.copy_(chunk.words);
+    std::memcpy(hashes.data() + first, here.const_data_ptr(), sizeof(Hash128) * kRows);
+    first += kRows;
   }
-  if (all.empty()) {
-    return {};
-  }
-  const at::Tensor there = all.size() == 1 ? all.front() : at::cat(all);
-  at::Tensor here = at::empty(there.sizes(), at::TensorOptions().dtype(at::kLong));
-  here.copy_(there);
-  std::vector<Hash128> hashes(static_cast<size_t>(there.size(0)));
-  static_assert(sizeof(Hash128) == 2 * kWord, "a row of the table is a hash");
-  std::memcpy(hashes.data(), here.const_data_ptr(), hashes.size() * sizeof(Hash128));
   return hashes;
 }
 

@@ -913,6 +913,9 @@ void Session::take_returned(OpenOp& open, bool unknown, int position, int index,
   if (open.info->factory && sabotage() != Sabotage::FactoryContentTrusted) {
     watch(*page.current, page.data, page.bytes);
   }
+  if (is_foreign(t.storage().data_ptr())) {
+    find_owners(page, t.storage().data_ptr());
+  }
   if (version_of(t) >= 0) {
     page.take_version(t.unsafeGetTensorImpl()->version_counter());
   }

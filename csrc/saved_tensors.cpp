@@ -229,8 +229,11 @@ void Session::resolve(Ticket& ticket, Page* page, const at::Tensor& t) {
 }
 
 // Most unpacked tensors are there. Returns an undefined tensor for what has to be brought back or
-// waited for first.
+// waited for first, and where an error is to be told.
 at::Tensor Session::unpack_resident(Ticket& ticket) {
+  if (has_verdict_.load(std::memory_order_relaxed)) {
+    return {};
+  }
   check_version(ticket);
   if (at::Tensor now = as_pointed_elsewhere(ticket); now.defined()) {
     Guard guard(*this);
@@ -276,18 +279,17 @@ void Session::note_used(Page& page) {
 }
 
 at::Tensor Session::unpack(Ticket& ticket) {
+  if (has_verdict_.load(std::memory_order_relaxed)) {
+    tell(take_verdict());  // of a program that updates weights by hand: no optimizer was told
+  }
   if (at::Tensor there = unpack_resident(ticket); there.defined()) {
     return there;
   }
   Page& page = *ticket.page;
   // The storage that rebuild returns pins the page until the view over it exists.
-  if (device_evidence_) {
-    tell(take_verdict(),
-         /*updated=*/true);  // of a program that updates weights by hand: no optimizer was told
-  }
   c10::Storage storage = rebuild(page);
   if (device_evidence_ && !entered_) {  // nobody judges it later
-    tell(judge(), /*updated=*/false);
+    tell(judge());
   }
   bool audit_now = false;
   {

@@ -95,6 +95,7 @@ Session::Session(SessionOptions options)
     : options_(options), evidence_random_(options.seed + 1), random_(options.seed) {
   settle_vector_math();
   if (!options_.device.is_cpu()) {
+    own_deleter_ = c10::GetAllocator(options_.device.type())->allocate(1).get_deleter();
     device_evidence_ = std::make_unique<DeviceEvidence>(options_.device);
   }
   if (options_.swap) {
@@ -170,6 +171,9 @@ void forget_locks() {
 
 void Session::begin_step() {
   forget_past();
+  if (device_evidence_ && options_.verify != Verify::Off) {
+    device_evidence_->hashes.reserve(current_stream_id(options_.device));
+  }
   Guard guard(*this);
   ++step_;
   step_begin_tick_ = tick_;
@@ -273,10 +277,8 @@ Page& Session::new_source(const c10::Storage& storage) {
     if (!cpu_pool::owns(storage.data_ptr())) {
       charge_uncounted(page, page.bytes);
     }
-    if (cpu_pool::is_foreign(storage.data_ptr()) && sabotage() != Sabotage::ForeignMemoryTrusted) {
-      share_with_others(page);
-    }
   }
+  find_owners(page, storage.data_ptr());
   return page;
 }
 
@@ -293,6 +295,32 @@ bool overlap(const Page& a, const Page& b) {
 
 }  // namespace
 
+// Whether the memory is not the allocator's own.
+bool Session::is_foreign(const c10::DataPtr& data) const {
+  if (options_.device.is_cpu()) {
+    return cpu_pool::is_foreign(data);
+  }
+  return own_deleter_ != nullptr && data.get() != nullptr && data.get_deleter() != own_deleter_;
+}
+
+// Of a storage that is new here: do others hold its memory, or storages over the same memory?
+void Session::find_owners(Page& page, const c10::DataPtr& data) {
+  if (page.bytes == 0 || sabotage() == Sabotage::ForeignMemoryTrusted) {
+    return;
+  }
+  bool shared = is_foreign(data);
+  if (!shared && any_shared_) {
+    for (auto& [storage, other] : pages_) {
+      shared |= other->unguarded && other.get() != &page &&
+                other->residency == Residency::Resident && overlap(page, *other) &&
+                !other->weak.expired();
+    }
+  }
+  if (shared) {
+    share_with_others(page);
+  }
+}
+
 // Whether contents are compared here: what is never recomputed needs no evidence, and the bytes of
 // an accelerator cannot be looked at without waiting for it.
 bool Session::watches() const {
@@ -307,9 +335,10 @@ void Session::watch(Value& value, const void* data, int64_t bytes) const {
 }
 
 // From here on the content of the page is looked at whenever an op reads it, and so is that of all
-// pages that lie over the same memory. What dropped pages need of them is to be copied now.
+// pages that lie over the same memory. What dropped pages need of them is to be copied now. On an
+// accelerator, where nobody can look, nothing is recomputed from them.
 void Session::share_with_others(Page& page, ToClone* to_clone) {
-  if (!watches()) {
+  if (options_.device.is_cpu() && !watches()) {
     return;
   }
   const auto take = [&](Page& each) {
@@ -321,6 +350,7 @@ void Session::share_with_others(Page& page, ToClone* to_clone) {
       watch(*each.current, each.data, each.bytes);
     }
   };
+  any_shared_ = true;
   take(page);
   for (auto& [storage, other] : pages_) {
     if (other.get() != &page && other->residency == Residency::Resident && overlap(page, *other) &&
@@ -404,9 +434,10 @@ void Session::before_raw_access(const c10::Storage& storage, bool writes) {
       sweep_at_ = std::max<size_t>(512, 2 * pages_.size());
     }
     Page* page = find_page(storage.unsafeGetStorageImpl());
-    if (writes && page != nullptr) {
-      before_write_unseen(*page, to_clone);
-    } else if (!writes) {
+    if (writes) {
+      // It may be a slice of another storage, over the same memory.
+      before_write_unseen(page != nullptr ? *page : new_source(storage), to_clone);
+    } else {
       share_with_others(page != nullptr ? *page : new_source(storage), &to_clone);
     }
   }

@@ -180,6 +180,7 @@ struct Counters {
   int64_t overshoot_bytes = 0;  // the worst
   int64_t comparisons = 0;      // of what came back with what went
   int64_t mismatches = 0;       // that came out different
+  int64_t unhashed = 0;         // to be compared, but there was no room for a hash on the device
   int64_t audits = 0;
   int64_t audit_failures = 0;
   int64_t clones_on_write = 0;
@@ -458,7 +459,8 @@ struct Session : c10::intrusive_ptr_target {
                      std::shared_ptr<const Suspects> suspects);
   void hash_returned();  // before anybody gets it
   std::string take_verdict();
-  void tell(const std::string& verdict, bool updated) const;  // raises it, unless it is empty
+  std::string keep_verdict(const std::string& text);  // unless there is one; returns it
+  void tell(const std::string& verdict) const;        // raises it, unless it is empty
   std::string judge();  // waits for the device, if anything was compared; what differed, if any did
 
   // --- replay.cpp
@@ -498,6 +500,8 @@ struct Session : c10::intrusive_ptr_target {
   void before_write(Page& page, const at::Tensor& t, ToClone& to_clone);
   void before_write_unseen(Page& page, ToClone& to_clone);
   Page& new_source(const c10::Storage& storage);
+  void find_owners(Page& page, const c10::DataPtr& data);
+  bool is_foreign(const c10::DataPtr& data) const;
   bool watches() const;
   void watch(Value& value, const void* data, int64_t bytes) const;
   void share_with_others(Page& page, ToClone* to_clone = nullptr);
@@ -569,8 +573,11 @@ struct Session : c10::intrusive_ptr_target {
   std::unordered_map<uint64_t, Evidence> evidence_;
   std::mt19937_64 evidence_random_;
   std::unique_ptr<DeviceEvidence> device_evidence_;  // of an accelerator
+  bool any_shared_ = false;                          // memory of others was seen
+  c10::DeleterFnPtr own_deleter_ = nullptr;          // of what its allocator allocates
   std::unordered_set<uint64_t> unswappable_;  // keys of values whose copies came back different
   std::string verdict_;  // of a step that is over, where nobody could be told yet
+  std::atomic<bool> has_verdict_{false};
   std::unordered_map<uint64_t, bool> shortcut_holds_;  // by op and numbers; see shortcuts.h
   std::vector<Event> events_;
 

@@ -1,11 +1,12 @@
 """What Python code does to a tensor's memory past PyTorch's dispatcher, made visible to the runtime.
 
 Covers the methods that write to a tensor without an op (`apply_`, `map_`, those of storages) and the ones
-that hand its memory to others who may write to it (`numpy`, `__array__`, DLPack). From the first time
-that a runtime is entered until it is closed, and nothing that it saved is left, they tell it first; what
-they do is unchanged. (Not from step to step: each change of a class costs all that uses it.) Not covered:
-code that has the address of a tensor (`data_ptr`, C++ extensions, ctypes). What such code changes is found
-by evidence, or told by `delta_runtime.mark_written`.
+that hand its memory to others who may write to it (`numpy`, `__array__`, DLPack, slices of a storage). From
+the first time that a runtime is entered until it is closed, and nothing that it saved is left, they tell it
+first; what they do is unchanged. (Not from step to step: each change of a class costs all that uses it.) Not
+covered: code that has the address of a tensor (`data_ptr`, C++ extensions, ctypes, consumers of
+`__dlpack_c_exchange_api__`). What such code changes is found by evidence, or told by
+`delta_runtime.mark_written`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _lock = threading.RLock()
 _listeners: list[weakref.ref[Any]] = []
 # No WeakSet: its callbacks run Python code whenever a session dies, and what a signal handler raises in
 # there is lost.
-_originals: list[tuple[Any, str, Any]] = []
+_originals: list[tuple[Any, str, Any, Any]] = []
+"""Of each method: its owner, its name, what was there (None: it is inherited), and what is there now."""
 
 
 def listen(session: Any) -> None:
@@ -77,8 +79,25 @@ def _wrap(owner: Any, name: str, *, writes: bool) -> None:
         _tell(self, writes=writes)
         return original(self, *args, **kwargs)
 
-    own = name in vars(owner)
-    _originals.append((owner, name, original if own else None))
+    _replace(owner, name, original if name in vars(owner) else None, method)
+
+
+def _wrap_slicing() -> None:
+    """A slice of a storage is another storage over the same memory."""
+    original = torch.UntypedStorage.__getitem__
+
+    @functools.wraps(original)
+    def method(self: Any, index: Any) -> Any:
+        if isinstance(index, slice):
+            _tell(self, writes=False)
+        return original(self, index)
+
+    own = "__getitem__" in vars(torch.UntypedStorage)
+    _replace(torch.UntypedStorage, "__getitem__", original if own else None, method)
+
+
+def _replace(owner: Any, name: str, original: Any, method: Any) -> None:
+    _originals.append((owner, name, original, method))
     setattr(owner, name, method)
 
 
@@ -89,13 +108,16 @@ def _install() -> None:
         _wrap(torch.Tensor, name, writes=False)
     for name in _STORAGE_WRITERS:
         _wrap(torch.UntypedStorage, name, writes=True)
+    _wrap_slicing()
     for module in (torch, torch.utils.dlpack):
         _wrap(module, "to_dlpack", writes=False)
 
 
 def _remove() -> None:
     while _originals:
-        owner, name, original = _originals.pop()
+        owner, name, original, ours = _originals.pop()
+        if vars(owner).get(name) is not ours:
+            continue  # somebody has wrapped it since; alone, ours does nothing
         if original is None:
             delattr(owner, name)
         else:

@@ -276,7 +276,8 @@ class Runtime:
             return
         try:
             self._finish_step(whole=error is None)
-            self._judge(raises=error is None)
+            if error is None:
+                self._judge()
         finally:
             _C.release_repointed()
             self._session.set_boundary(self._on_boundary)
@@ -304,7 +305,10 @@ class Runtime:
         try:
             if self._depth == 1:
                 self._finish_step()
-                self._judge(raises=error is None)
+                if error is None:
+                    self._judge()
+                else:
+                    self._warn_of_mismatch()
         finally:
             _C.release_repointed()
             self._depth -= 1
@@ -466,7 +470,7 @@ class Runtime:
         self._session.set_taping(True)
         if not self._in_step:
             self._boundary()
-        self._judge(updated=True)  # of a closure
+        self._judge()  # of a closure
 
     def _on_boundary(self, _: int) -> None:
         if not self._in_step:
@@ -476,30 +480,19 @@ class Runtime:
         self._finish_step()
         self._begin_step()
 
-    def _judge(self, *, raises: bool = True, updated: bool = False) -> None:
+    def _judge(self) -> None:
         """On an accelerator, learns if what came back is what went; waits for it where there is something to learn.
-
-        Args:
-            raises: whether an error may come up here; else it is a warning.
-            updated: whether an optimizer may have used the gradients.
 
         Raises:
             RecomputeMismatch: something came back different, and the gradients were computed with it.
         """
-        if self.device.type == "cpu":
-            return
-        text = self._session.judge()
-        if not text:
-            return
-        if not raises:
+        if self.device.type != "cpu" and (text := self._session.judge()):
+            raise RecomputeMismatch(text)
+
+    def _warn_of_mismatch(self) -> None:
+        """What `_judge` would raise, where another error is on its way; whoever comes next raises it."""
+        if self.device.type != "cpu" and (text := self._session.judge(later=True)):
             warn(text)
-            return
-        after = (
-            "An update may have been made with them: go back to weights of before."
-            if updated
-            else "Weights and optimizer state are as they were."
-        )
-        raise RecomputeMismatch(f"{text} {after}")
 
     def _begin_step(self) -> None:
         _C.release_repointed()

@@ -69,6 +69,7 @@ class StepTotals:
         rescues, rescued_bytes: times that an allocation itself had to ask for room.
         shortfalls, shortfall_bytes: requests that could not be met, and the worst of them.
         audits, audit_failures: ops run once more while their results were there; of these, other results.
+        unhashed: values of which an accelerator's full memory had no room for a hash: not compared.
         comparisons, mismatches: storages that came back and were compared with what went; of these, other bytes.
         kept_bytes: bytes saved but not managed, by reason.
         exposed_bytes: most bytes of managed storages that code outside autograd held when room was needed.
@@ -122,6 +123,7 @@ class StepTotals:
     shortfall_bytes: int = 0
     audits: int = 0
     audit_failures: int = 0
+    unhashed: int = 0
     comparisons: int = 0
     mismatches: int = 0
     clones_on_write: int = 0
@@ -341,6 +343,8 @@ class StepReport:
             row("failed, writing / reading", lambda t: f"{t.failed_writes} / {t.failed_reads}")
         if self.totals.mismatches:
             row("came back different", lambda t: f"{t.mismatches:,} of {t.comparisons:,}")
+        if self.totals.unhashed:
+            row("not compared for want of room", lambda t: f"{t.unhashed:,}")
         for tier in self.tiers:
             table.add_row(f"{tier.name}, at the most", "", tier.text())
 

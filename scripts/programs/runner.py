@@ -7,13 +7,14 @@ says that nothing else is possible.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import gc
 import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
@@ -226,21 +227,20 @@ class _Log(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.records.append(self.format(record)[-600:])
 
-    def take(self) -> str:
-        """What was logged since the last time."""
-        found, self.records = "\n".join(self.records), []
-        return found
 
-
-_log = _Log()
-
-
-def _listen() -> _Log:
+@contextlib.contextmanager
+def _listening() -> Iterator[_Log]:
+    """For one managed run: afterwards the logger is as it was."""
     logger = logging.getLogger("delta_runtime")
-    if _log not in logger.handlers:
-        logger.addHandler(_log)
-        logger.propagate = False
-    return _log
+    propagated = logger.propagate
+    log = _Log()
+    logger.addHandler(log)
+    logger.propagate = False
+    try:
+        yield log
+    finally:
+        logger.removeHandler(log)
+        logger.propagate = propagated
 
 
 # ------------------------------------------------------------------------------------ verdicts
@@ -336,21 +336,21 @@ def _managed(
         managements.append(settings.managed(peak.budget_bytes))
         return managements[-1]
 
-    log = _listen()
-    log.take()
     error = ""
     found: list[tuple[str, Any]] = []
-    try:
-        found = prepared.run(managed_by, watch)
-    except Exception as raised_error:
-        names = [each.__name__ for each in type(raised_error).__mro__]
-        error = (
-            f"{': '.join((names[0], str(raised_error)[:400]))}\n{traceback.format_exc(limit=-3)}"
-        )
+    with _listening() as log:
+        try:
+            found = prepared.run(managed_by, watch)
+        except Exception as raised_error:
+            names = [each.__name__ for each in type(raised_error).__mro__]
+            error = (
+                f"{': '.join((names[0], str(raised_error)[:400]))}\n"
+                f"{traceback.format_exc(limit=-3)}"
+            )
     evictions = sum(_evictions(runtime) for each in managements for runtime in each.runtimes)
     base = Result(Verdict.SAME, "", False, evictions, frozenset(watch.cells))
     left = left_behind()
-    complaints = log.take()
+    complaints = "\n".join(log.records)
     if left:
         return replace(base, verdict=Verdict.STUCK, detail=left + error)
     if error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -96,6 +97,78 @@ def test_places_count(device, controls, content):
     for moved in (square.t(), square.flip(0), square.flip(1), square.roll(1, 1)):
         if not torch.equal(moved, square):
             assert hash_of(device, moved.contiguous()) != first
+
+
+def unlike_contents() -> dict[str, tuple[Tensor, Tensor]]:
+    """Contents that sums over rows and columns could take for each other."""
+    generator = torch.Generator().manual_seed(0)
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def draw(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype)
+
+    shapes = [(2,), (3,), (4,), (16,), (8, 8), (64, 64), (512, 512), (100, 37)]
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.complex128):
+        for shape in shapes:
+            x = draw(*shape, dtype=dtype)
+            odd = x.clone()
+            odd.view(-1)[::2] *= -1
+            changed = {"negated": -x, "16 times": 16 * x, "halved": x / 2, "every odd one": odd}
+            changed |= {"flipped": x.flip(0), "rolled": x.roll(1)}
+            if dtype.is_complex:
+                changed["conjugated"] = x.conj().resolve_conj()
+            for how, y in changed.items():
+                pairs[f"{how} {dtype} {shape}"] = (x, y)
+    for n in (2, 4, 8, 64):
+        eye = torch.eye(n, dtype=torch.float64)
+        pairs[f"identity {n}"] = (eye, eye.roll(1, 0))
+        r = draw(n, dtype=torch.float64)
+        block = torch.stack([torch.cat([r, -r]), torch.cat([-r, r])])
+        pairs[f"blocks {n}"] = (block, -block)
+        circulant = torch.stack([r.roll(i) for i in range(n)])
+        pairs[f"circulant {n}"] = (circulant, circulant.roll(1, 0))
+        board = torch.ones(n, n, dtype=torch.float64)
+        board[::2, ::2] = board[1::2, 1::2] = -1
+        pairs[f"checkerboard {n}"] = (board, -board)
+    for n in (1, 4, 4096):
+        high, low = torch.full((n,), 2**63 - 1), torch.full((n,), -(2**63) + 2**32 - 2)
+        pairs[f"halves of words {n}"] = (high, low)
+    return pairs
+
+
+def test_changes_that_cancel_in_sums_count(device, controls):
+    alike = [
+        name
+        for name, (a, b) in unlike_contents().items()
+        if hash_of(device, a.contiguous()) == hash_of(device, b.contiguous())
+    ]
+    assert not alike
+
+
+def test_signs_that_flip_at_the_corners_of_rectangles_count(device, controls):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 64, generator=generator, dtype=torch.float64)
+    first = hash_of(device, x)
+    for _ in range(300):
+        rows = torch.randperm(64, generator=generator)[:2]
+        columns = torch.randperm(64, generator=generator)[:2]
+        y = x.clone()
+        y[rows[:, None], columns] *= -1
+        assert hash_of(device, y) != first, (rows, columns)
+
+
+def test_memory_that_begins_anywhere_is_hashed(device, controls):
+    """A storage over a part of another, as from a slice, begins at any byte."""
+    content = torch.arange(4099, dtype=torch.int64).remainder(251).to(torch.uint8).to(device)
+    seen = set()
+    for first in range(8):
+        part = content.untyped_storage()[first : first + 4001]
+        t = torch.empty(0, dtype=torch.uint8, device=device).set_(part)
+        assert t.data_ptr() % 8 == first
+        seen.add(_C.device_hash(t))
+        t[1777] += 1
+        seen.add(_C.device_hash(t))
+    assert len(seen) == 16
 
 
 # ---------------------------------------------------------------- ordinary programs
@@ -282,3 +355,138 @@ def test_backward_after_the_runtime_was_left_is_judged_at_once(device, controls)
         out = source_overwritten(w, x)
     with pytest.raises(delta.RecomputeMismatch, match="must not be used"):
         out.backward()
+
+
+# ---------------------------------------------------------------- who is told, and when
+
+
+def backward_with_bad_source(runtime_step: int, bad: frozenset[int], w: Tensor) -> Tensor:
+    """The right gradient; in bad steps the runtime recomputes from a source that was overwritten by address."""
+    x = torch.linspace(0.1, 1 + runtime_step, ELEMENTS).to(w.device)
+    right = x.sin()
+    loss = (x.sin() * w).sum()
+    torch.ones(4, device=w.device).add(1)
+    if runtime_step in bad:
+        fill_by_address(x, 63)
+    w.grad = None
+    loss.backward()
+    return right
+
+
+@pytest.mark.parametrize("bad", [{0}, {1}, {0, 1}], ids=str)
+def test_updates_by_hand_in_an_endless_loop_are_told(device, controls, bad):
+    """No optimizer asks, no step ends, and after the mismatch nothing that differed is dropped any more."""
+    if not controls.simulated:
+        pytest.skip("the host cannot write to a real device by address")
+    w = torch.linspace(0.1, 1, ELEMENTS).to(device).requires_grad_()
+    runtime = runtime_on(device, "stress_drop_all")
+    loud, wrong, said = [], [], []
+    with runtime:
+        for step in range(20):
+            try:
+                right = backward_with_bad_source(step, frozenset(bad), w)
+            except delta.RecomputeMismatch as error:
+                said.append(str(error))
+                loud.append(step)
+                continue
+            if not torch.equal(w.grad, right):
+                wrong.append(step)
+            with torch.no_grad():
+                w.sub_(w.grad, alpha=0.1)
+    assert wrong == [min(bad)] and loud == [min(bad) + 1]
+    assert "weights of before" in said[0]
+    runtime.close()
+
+
+def test_an_error_of_the_program_does_not_hide_a_mismatch(device, controls):
+    """The program's own error comes first; then a warning, and the next backward raises."""
+    if not controls.simulated:
+        pytest.skip("the host cannot write to a real device by address")
+    w = torch.linspace(0.1, 1, ELEMENTS).to(device).requires_grad_()
+    runtime = runtime_on(device, "stress_drop_all")
+
+    def failing_step() -> None:
+        with runtime.step():
+            backward_with_bad_source(0, frozenset({0}), w)
+            raise ZeroDivisionError
+
+    def good_step() -> None:
+        with runtime.step():
+            backward_with_bad_source(1, frozenset(), w)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(ZeroDivisionError):
+            failing_step()
+    assert sum("must not be used" in str(each.message) for each in told) == 1
+    with pytest.raises(delta.RecomputeMismatch, match="must not be used"):
+        good_step()
+    with runtime.step():
+        right = backward_with_bad_source(2, frozenset(), w)
+    assert torch.equal(w.grad, right)
+    runtime.close()
+
+
+def test_a_full_card_hides_no_mismatch(device, controls):
+    """Hashes that were taken while there was room are judged when there is none."""
+    if not controls.simulated:
+        pytest.skip("the host cannot write to a real device by address")
+    w = torch.linspace(0.1, 1, ELEMENTS).to(device).requires_grad_()
+    runtime = runtime_on(device, "stress_drop_all")
+
+    def step() -> None:
+        with runtime.step():
+            backward_with_bad_source(0, frozenset({0}), w)
+            torch.accelerator.empty_cache()
+            controls.capacity(1)
+
+    with pytest.raises(delta.RecomputeMismatch):
+        step()
+    controls.capacity(0)
+    runtime.close()
+
+
+def test_room_for_hashes_is_there_when_the_card_is_full(device, controls):
+    """Taken when the first step begins: what goes because the card is full is hashed too."""
+    w = torch.linspace(0.1, 1, 1 << 20).to(device).requires_grad_()
+    runtime = runtime_on(device, "stress_drop_all", verify="always")
+    with runtime.step():
+        loss = (w.sin() * w.cos()).sum()
+        torch.accelerator.synchronize()
+        torch.accelerator.empty_cache()
+        if controls.simulated:
+            controls.capacity(1)
+        runtime._session.make_room(1 << 40)
+        assert counters(runtime)["drops"] >= 2 and counters(runtime)["unhashed"] == 0
+        controls.capacity(0)
+        loss.backward()
+    assert counters(runtime)["comparisons"] == counters(runtime)["rebuilds"]
+    runtime.close()
+
+
+def test_memory_that_others_share_is_not_recomputed_from(device, controls):
+    """A consumer of DLPack, or a slice of the storage, writes to it after the steps that compare everything."""
+
+    def by_dlpack(x: Tensor) -> Tensor:
+        return torch.from_dlpack(x)
+
+    def by_slice(x: Tensor) -> Tensor:
+        part = x.untyped_storage()[: x.nbytes]
+        return torch.empty(0, dtype=x.dtype, device=x.device).set_(part)
+
+    for alias in (by_slice,) if controls.simulated else (by_dlpack, by_slice):
+        w = torch.linspace(0.1, 1, ELEMENTS).to(device).requires_grad_()
+        x = torch.linspace(0.1, 1, ELEMENTS).to(device)
+        runtime = runtime_on(device, "stress_drop_all")
+        for step in range(8):
+            w.grad = None
+            x.fill_(0.5)
+            right = (x * (1.0 + step)).sin()
+            with runtime.step():
+                loss = ((x * (1.0 + step)).sin() * w).sum()
+                torch.ones(4, device=device).add(1)
+                if step > 4:
+                    alias(x).fill_(0.25)
+                loss.backward()
+            assert torch.equal(w.grad, right), (alias, step)
+        runtime.close()

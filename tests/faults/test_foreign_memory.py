@@ -60,7 +60,13 @@ def address(t: Tensor) -> Tensor:
     return torch.frombuffer(raw, dtype=t.dtype).view(t.shape)
 
 
-ALIASES = [dlpack, dlpack_capsule, numpy, numpy_by_dlpack, as_array, address]
+def slice_of_storage(t: Tensor) -> Tensor:
+    """A storage of its own, over the same memory."""
+    storage = t.untyped_storage()[0 : t.untyped_storage().nbytes()]
+    return torch.empty(0, dtype=t.dtype).set_(storage, t.storage_offset(), t.shape, t.stride())
+
+
+ALIASES = [dlpack, dlpack_capsule, numpy, numpy_by_dlpack, as_array, address, slice_of_storage]
 by_every_alias = pytest.mark.parametrize("alias", ALIASES, ids=lambda f: f.__name__)
 
 

@@ -108,6 +108,10 @@ def by_storage_fill(m: Tensor, content: Tensor) -> None:
     m.untyped_storage().fill_(0x3D)
 
 
+def by_slice_of_storage(m: Tensor, content: Tensor) -> None:
+    m.untyped_storage()[: m.nbytes // 2].fill_(0x3D)
+
+
 def by_storage_copy(m: Tensor, content: Tensor) -> None:
     m.untyped_storage().copy_(content.untyped_storage())
 
@@ -127,6 +131,7 @@ WRITERS = [
     by_storage_item,
     by_typed_storage_item,
     by_storage_fill,
+    by_slice_of_storage,
     by_storage_copy,
 ]
 by_every_writer = pytest.mark.parametrize("write", WRITERS, ids=lambda f: f.__name__)
@@ -455,6 +460,51 @@ def test_an_array_taken_while_the_runtime_stands_aside() -> None:
     with delta.Runtime("100%", device="cpu", policy="stress_drop_all") as runtime:
         assert torch.equal(gradient(), expected)
     runtime.close()
+
+
+def test_a_write_through_a_slice_of_a_storage_that_begins_to_come_late() -> None:
+    """After the steps that compare everything; taken before the runtime saw the tensor, or since."""
+    for early in (True, False):
+        w, x = leaf(N, N), constant(N, N)
+        part = x.untyped_storage()[: x.nbytes // 2]
+        with delta.Runtime("100%", device="cpu", policy="stress_drop_all") as runtime:
+            for step in range(12):
+                w.grad = None
+                x.fill_(0.5)
+                expected = (x * (1.0 + step)).exp()
+                if not early:
+                    part = x.untyped_storage()[: x.nbytes // 2]
+                loss = ((x * (1.0 + step)).exp() * w).sum()
+                boundary()
+                if step > 4:
+                    part.fill_(0x3D)
+                loss.backward()
+                assert torch.equal(w.grad, expected), (early, step)
+        runtime.close()
+
+
+def test_who_wraps_a_method_after_us_keeps_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the runtime has wrapped is unwrapped when it is closed, but not what others wrapped since."""
+    original = torch.Tensor.numpy
+    calls = []
+    runtime = delta.Runtime("100%", device="cpu")
+    with runtime.step():
+        ours = torch.Tensor.numpy
+        assert ours is not original
+
+        def theirs(self: Tensor, *args: object, **kwargs: object) -> np.ndarray:
+            calls.append(self)
+            return ours(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, "numpy", theirs)
+    runtime.close()
+    gc.collect()
+    assert torch.Tensor.numpy is theirs
+    assert torch.Tensor.apply_ is torch._C.TensorBase.apply_
+    assert torch.ones(2).numpy().sum() == 2 and len(calls) == 1
+    monkeypatch.undo()
+    torch.Tensor.numpy = original  # type: ignore[method-assign]
+    del torch.Tensor.numpy
 
 
 @pytest.mark.parametrize("end", ["left", "closed", "closed and gone", "gone"])
