@@ -628,13 +628,14 @@ PYBIND11_MODULE(_C, m) {
   m.def("leave_bare_observer", &delta::leave_bare_observer);
   m.def(
       "device_hash",
-      [](const at::Tensor& t) {
-        delta::DeviceHashes table(t.device());
+      [](const at::Tensor& t, int64_t budget_bytes) {
+        delta::DeviceHashes table(t.device(), budget_bytes);
         const int32_t row = table.hash(t.storage(), delta::current_stream_id(t.device()));
         TORCH_CHECK(row >= 0, "no hash could be made");
         const delta::Hash128 hash = table.read()[static_cast<size_t>(row)];
         return py::make_tuple(hash.words[0], hash.words[1]);
       },
+      py::arg("t"), py::arg("budget_bytes") = 1 << 30,
       "The hash of all bytes of a tensor's storage on an accelerator, for tests.");
   m.def(
       "before_raw_access",

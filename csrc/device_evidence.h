@@ -34,7 +34,7 @@ struct Comparison {
 };
 
 struct DeviceEvidence {
-  explicit DeviceEvidence(c10::Device device) : hashes(device) {}
+  DeviceEvidence(c10::Device device, int64_t budget_bytes) : hashes(device, budget_bytes) {}
 
   DeviceHashes hashes;
   uint64_t round = 1;  // of evictions: a hash serves for the round that it was taken in

@@ -17,11 +17,10 @@ namespace {
 
 constexpr int64_t kWord = 8;
 constexpr int64_t kRows = 1024;          // of a chunk of the table
-constexpr int64_t kLeastTile = 1 << 16;  // words that are mixed at once
-constexpr int64_t kMostTile = 1 << 21;
-constexpr int64_t kTiles = 8;              // of a value in between; room is needed for two of them
-constexpr int64_t kKeptRoom = 1 << 17;     // words, of each stream: for values of up to half a GiB
-constexpr int64_t kKeptWeights = 1 << 15;  // of each kind, for the same
+constexpr int64_t kShare = 512;          // of the budget: what the room takes, on each stream
+constexpr int64_t kLeastRoom = 1 << 13;  // words
+constexpr int64_t kMostRoom = 1 << 22;
+constexpr int64_t kWeightsOfRoom = 8;  // so many words of room for one weight of each kind
 constexpr int64_t kKinds = 4;
 constexpr int64_t kKeys[] = {0x1e3779b97f4a7c15, -0x40a7b892e31b1a47, -0x6b2fb644ecceee15};
 
@@ -88,23 +87,34 @@ void DeviceHashes::give_back(int32_t row) {
   }
 }
 
-const at::Tensor& DeviceHashes::weights_for(Room& room, int64_t sums) {
+DeviceHashes::DeviceHashes(c10::Device device, int64_t budget_bytes)
+    : device_(device),
+      room_words_(std::clamp(budget_bytes / kWord / kShare, kLeastRoom, kMostRoom)) {}
+
+void DeviceHashes::take_weights(Room& room, int64_t sums) {
   if (!room.weights.defined() || room.weights.size(1) < sums) {
-    int64_t most = kKeptWeights;
+    int64_t most = room_words_ / kWeightsOfRoom;
     while (most < sums) {
       most *= 2;
     }
     room.weights = make_weights(device_, most);
   }
-  return room.weights;
 }
 
-// What there was stays if there is no memory for more.
-const at::Tensor& DeviceHashes::space_for(Room& room, int64_t words) {
-  if (!room.space.defined() || room.space.numel() < words) {
-    room.space = at::empty({words}, at::TensorOptions().dtype(at::kLong).device(device_));
+// At least so many words. What there was stays if there is no memory for more.
+void DeviceHashes::take_space(Room& room, int64_t least) {
+  if (room.space.defined() && room.space.numel() >= least) {
+    return;
   }
-  return room.space;
+  const auto options = at::TensorOptions().dtype(at::kLong).device(device_);
+  if (least < room_words_) {
+    try {
+      room.space = at::empty({room_words_}, options);
+      return;
+    } catch (const c10::OutOfMemoryError&) {  // for that much
+    }
+  }
+  room.space = at::empty({least}, options);
 }
 
 void DeviceHashes::reserve(c10::StreamId stream) {
@@ -118,8 +128,8 @@ void DeviceHashes::reserve(c10::StreamId stream) {
     return;
   }
   try {
-    space_for(room, kKeptRoom);
-    weights_for(room, kKeptWeights);
+    take_space(room, kLeastRoom);
+    take_weights(room, 1);
     give_back(take_row(stream));
   } catch (const c10::OutOfMemoryError&) {  // there may be some when a value is hashed
   }
@@ -151,18 +161,12 @@ int32_t DeviceHashes::hash(const c10::Storage& storage, c10::StreamId stream) {
     const int64_t first_row = (rows > 0 ? columns : 0) + left + tail;  // of the sums
     const int64_t sums = first_row + rows;
     Room& room = rooms_[stream];
-    const at::Tensor weights = weights_for(room, sums);
-    int64_t tile = std::clamp(words / kTiles, kLeastTile, kMostTile) / columns;
-    tile = std::clamp(tile, int64_t{1}, std::max(rows, int64_t{1}));
+    take_weights(room, sums);
+    const at::Tensor& weights = room.weights;
     const int64_t fixed = 4 * sums;
-    try {
-      space_for(room, fixed + 2 * tile * columns);
-    } catch (const c10::OutOfMemoryError&) {
-      tile = room.space.defined() ? (room.space.numel() - fixed) / (2 * columns) : 0;
-      if (tile < 1) {
-        throw;
-      }
-    }
+    take_space(room, fixed + 2 * columns);
+    const int64_t tile = std::clamp((room.space.numel() - fixed) / (2 * columns), int64_t{1},
+                                    std::max(rows, int64_t{1}));
     const auto part = [&](at::IntArrayRef sizes, int64_t first) {
       return over(room.space.storage(), at::kLong, sizes, first);
     };
@@ -214,16 +218,6 @@ std::vector<Hash128> DeviceHashes::read() {
   Quiet quiet;
   at::AutoDispatchBelowADInplaceOrView below;
   std::lock_guard<std::mutex> guard(mutex_);
-  for (auto& [stream, room] : rooms_) {
-    if (room.space.defined() && room.space.numel() > kKeptRoom) {
-      const c10::StreamGuard on(c10::Stream(c10::Stream::UNSAFE, device_, stream));
-      room.space = at::Tensor();
-      try {
-        space_for(room, kKeptRoom);
-      } catch (const c10::OutOfMemoryError&) {  // there may be some when a value is hashed
-      }
-    }
-  }
   const c10::StreamId current = current_stream_id(device_);
   std::vector<c10::StreamId> waited{current};
   std::vector<Hash128> hashes(static_cast<size_t>(kRows) * chunks_.size());

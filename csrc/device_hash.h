@@ -7,7 +7,8 @@
 //     by the weight of its column and has its upper half added once more. The weights look random
 //     and are odd. So what a change adds to a sum depends on where the word is and on all its bits:
 //     signs that flip, factors, words that change places and changes that would cancel in a plain
-//     sum do not. That is done tile by tile; the room for two tiles is taken from the device.
+//     sum do not. That is done tile by tile; the room for two tiles is taken from the device, a
+//     small part of the budget.
 //  2. The mixed words of each row are summed, and those of each column. What is left of an
 //     incomplete row goes with the sums as it is.
 //  3. Each sum is mixed in the same way with a weight of its own, multiplied by two more, and all
@@ -33,7 +34,7 @@ namespace delta {
 // to. Not to be called under a session's lock, but for `give_back`.
 class DeviceHashes {
  public:
-  explicit DeviceHashes(c10::Device device) : device_(device) {}
+  DeviceHashes(c10::Device device, int64_t budget_bytes);
 
   // Takes what most hashes need on this stream while there is memory, once. Does not raise for want
   // of it.
@@ -43,7 +44,7 @@ class DeviceHashes {
   int32_t hash(const c10::Storage& storage, c10::StreamId stream);
   void give_back(int32_t row);
 
-  // All rows, by number. Waits for the device. Gives back most of the room.
+  // All rows, by number. Waits for the device.
   std::vector<Hash128> read();
 
  private:
@@ -57,10 +58,11 @@ class DeviceHashes {
   };
 
   int32_t take_row(c10::StreamId stream);
-  const at::Tensor& weights_for(Room& room, int64_t sums);
-  const at::Tensor& space_for(Room& room, int64_t words);
+  void take_weights(Room& room, int64_t sums);
+  void take_space(Room& room, int64_t least);
 
   c10::Device device_;
+  int64_t room_words_;
   std::mutex mutex_;  // held while ops are queued
   std::vector<Chunk> chunks_;
   std::map<c10::StreamId, Room> rooms_;

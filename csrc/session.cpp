@@ -96,7 +96,7 @@ Session::Session(SessionOptions options)
   settle_vector_math();
   if (!options_.device.is_cpu()) {
     own_deleter_ = c10::GetAllocator(options_.device.type())->allocate(1).get_deleter();
-    device_evidence_ = std::make_unique<DeviceEvidence>(options_.device);
+    device_evidence_ = std::make_unique<DeviceEvidence>(options_.device, options_.budget_bytes);
   }
   if (options_.swap) {
     open_tiers();

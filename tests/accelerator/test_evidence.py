@@ -157,6 +157,12 @@ def test_signs_that_flip_at_the_corners_of_rectangles_count(device, controls):
         assert hash_of(device, y) != first, (rows, columns)
 
 
+def test_the_room_changes_nothing(device, controls):
+    """One tile or many, the hash is the same."""
+    content = torch.randn(200_003).to(device)
+    assert len({_C.device_hash(content, budget_bytes=1 << bits) for bits in (0, 24, 28, 34)}) == 1
+
+
 def test_memory_that_begins_anywhere_is_hashed(device, controls):
     """A storage over a part of another, as from a slice, begins at any byte."""
     content = torch.arange(4099, dtype=torch.int64).remainder(251).to(torch.uint8).to(device)
