@@ -57,6 +57,7 @@ from delta_runtime.decide.known_steps import DIFFERS_BYTES, KnownSteps, StepCost
 from delta_runtime.decide.ledger import Ledger, LedgerError
 from delta_runtime.decide.planning_time import PlanningTime
 from delta_runtime.decide.policies import Policy, Stress, get_policy
+from delta_runtime.decide.standing_aside import StandingAside
 from delta_runtime.device import resolve_budget, resolve_device
 from delta_runtime.extension import _C, shielded
 from delta_runtime.record.step_log import drain_events, read_step_graph
@@ -208,6 +209,9 @@ class Runtime:
         self._graph: StepGraph | None = None
         self._depth = 0
         self._in_step = False
+        self._marked = False  # the step that ends was begun by step(), and nothing around it was
+        self._alone = False  # the step that goes on is left alone
+        self._aside = StandingAside()
         self._closed = False
         self._warned_over = False
         self._steps_over = 0
@@ -260,6 +264,11 @@ class Runtime:
     def _enter_step(self) -> None:
         if self._in_step:
             raise UsageError("runtime.step() inside runtime.step().", change="Leave the first one.")
+        if self._depth == 0 and self._aside.leaves_next and not self._closed:
+            self._claim()
+            self._depth, self._in_step, self._alone = 1, True, True
+            self._begin_alone()
+            return
         self._enter()
         try:
             if self._depth > 1:
@@ -274,11 +283,16 @@ class Runtime:
         self._in_step = False
         if self._closed:  # close() has left already
             return
+        if self._alone:
+            self._leave_alone(whole=error is None)
+            return
+        self._marked = self._depth == 1
         try:
             self._finish_step(whole=error is None)
             if error is None:
                 self._judge()
         finally:
+            self._marked = False
             _C.release_repointed()
             self._session.set_boundary(self._on_boundary)
             self._leave(error)
@@ -494,6 +508,30 @@ class Runtime:
         if self.device.type != "cpu" and (text := self._session.judge(later=True)):
             warn(text)
 
+    def _begin_alone(self) -> None:
+        """Begins a step of which nothing is observed; for what it does, the runtime is not there."""
+        self._step_begin_s = time.perf_counter()
+        _C.cpu_pool.reset_step_peak()
+
+    def _leave_alone(self, *, whole: bool) -> None:
+        seconds = time.perf_counter() - self._step_begin_s
+        self._alone, self._depth = False, 0
+        self._release()
+        peak_bytes = _C.cpu_pool.step_peak_bytes() + self._totals.uncounted_bytes
+        totals = self._totals
+        self._totals = replace(
+            totals,
+            steps=totals.steps + 1,
+            alone_steps=totals.alone_steps + 1,
+            over_budget_steps=totals.over_budget_steps + (peak_bytes > self.budget_bytes),
+            peak_bytes=max(totals.peak_bytes, peak_bytes),
+        )
+        self._planning.trained(seconds)
+        if whole:
+            self._aside.was_alone(seconds)
+        if self.config.report == "step":
+            self._tell(f"step {self._totals.steps}: left alone, peak {format_bytes(peak_bytes)}")
+
     def _begin_step(self) -> None:
         _C.release_repointed()
         self._session.set_taping(True)  # an optimizer that raised has left it off
@@ -531,6 +569,7 @@ class Runtime:
         self._totals = StepTotals.from_counters(
             counters,
             steps=before.steps + 1,
+            alone_steps=before.alone_steps,
             over_budget_steps=before.over_budget_steps + over,
             peak_bytes=max(before.peak_bytes, step_peak_bytes),
         )
@@ -565,17 +604,16 @@ class Runtime:
         """Takes the step in, with its record if there is one, and tells the extension what comes of it."""
         last = self._last
         assert last is not None
-        self._known.saw(
-            StepCost(
-                fingerprint=int(self._session.fingerprint()),
-                ops=last.ops,
-                begin_bytes=last.begin_bytes,
-                peak_bytes=last.peak_bytes,
-                seconds=seconds,
-                rebuild_s=last.rebuild_s if self.device.type == "cpu" else 0.0,
-                whole=last.managed_unpacks > 0,
-            )
+        cost = StepCost(
+            fingerprint=int(self._session.fingerprint()),
+            ops=last.ops,
+            begin_bytes=last.begin_bytes,
+            peak_bytes=last.peak_bytes,
+            seconds=seconds,
+            rebuild_s=last.rebuild_s if self.device.type == "cpu" else 0.0,
+            whole=last.managed_unpacks > 0,
         )
+        self._known.saw(cost)
         changed = False
         if not self._logged and self._followed_plan():
             changed = self._known.judge(last.rebuild_s, last.out_stall_s + last.in_stall_s)
@@ -593,6 +631,19 @@ class Runtime:
         if kept_bytes != self._kept_bytes:
             self._kept_bytes = kept_bytes
             self._session.set_budget(kept_bytes)
+        if self._may_stand_aside:
+            self._aside.saw(cost, settled=self._known.relieved)
+
+    @property
+    def _may_stand_aside(self) -> bool:
+        """Whether there may be steps that are left alone: their beginning and end have to be told."""
+        return (
+            self._marked
+            and self.device.type == "cpu"
+            and not self.config.strict
+            and self.policy.stress is Stress.NONE
+            and self._trace is None
+        )
 
     def _followed_plan(self) -> bool:
         """Whether the last step was the recorded one, backward included, and its seconds were seen.

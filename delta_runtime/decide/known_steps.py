@@ -266,6 +266,14 @@ class KnownSteps:
         """Whether the budget was given up."""
         return self._yielded
 
+    @property
+    def relieved(self) -> bool:
+        """Whether, for the latest graph, what is kept to instead of the budget is found."""
+        known = next(reversed(self._known.values()), None)
+        return (
+            self._yielded and known is not None and (known.relief is None or known.relief.is_over)
+        )
+
     def kept_bytes(self, budget_bytes: int) -> int:
         """What the next step is to keep to: the budget, or a higher peak where it was given up."""
         if not self._yielded:

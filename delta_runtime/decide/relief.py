@@ -2,7 +2,7 @@
 
 Below the least budget everything is evicted all the time and made again all the time, and the budget is
 passed all the same. There a higher peak is kept to instead: the least one at which recomputing adds no more
-than about half of an ordinary step.
+than about a third of an ordinary step: with what evicting costs that makes half of one.
 
 Covers what is affordable, and the search for that peak over one recorded step. When it begins is
 `known_steps`' concern.
@@ -16,10 +16,11 @@ from delta_runtime.core.graph import StepGraph
 from delta_runtime.decide.foresight import Foresight
 from delta_runtime.decide.planning_time import PlanningTime
 
-MOST_MORE = 0.4
+MOST_MORE = 0.33
 """Of the seconds of a step's ops: what recomputing may add to them, observing included."""
 _LEAST_MORE = 0.1  # however dear observing is
-_OBSERVING_S = 1e-5  # an op, with what it saves
+OBSERVING_S = 1e-5
+"""An op, with what it saves."""
 _SURE_TRIES = 4  # of the first search
 _FINE = 32  # the search ends where it knows the peak to such a part of what is evictable
 MOST_WORK = 150_000
@@ -41,12 +42,12 @@ def bearable_s(observed_s: float, n_ops: int) -> float:
         n_ops: of that step.
     """
     # However many the ops are, observing them was seen to take less than the step itself.
-    ordinary_s = max(observed_s - _OBSERVING_S * n_ops, observed_s / 2)
+    ordinary_s = max(observed_s - OBSERVING_S * n_ops, observed_s / 2)
     return _bearable_s(ordinary_s, n_ops)
 
 
 def _bearable_s(ordinary_s: float, n_ops: int) -> float:
-    return max(_LEAST_MORE * ordinary_s, MOST_MORE * ordinary_s - _OBSERVING_S * n_ops)
+    return max(_LEAST_MORE * ordinary_s, MOST_MORE * ordinary_s - OBSERVING_S * n_ops)
 
 
 class Relief:

@@ -71,6 +71,7 @@ class StepTotals:
         audits, audit_failures: ops run once more while their results were there; of these, other results.
         unhashed: values of which an accelerator's full memory had no room for a hash: not compared.
         comparisons, mismatches: storages that came back and were compared with what went; of these, other bytes.
+        alone_steps: steps that were left alone, since observing them costs too much; see standing_aside.
         kept_bytes: bytes saved but not managed, by reason.
         exposed_bytes: most bytes of managed storages that code outside autograd held when room was needed.
         planning_s: seconds of planning, between the steps.
@@ -136,6 +137,7 @@ class StepTotals:
     stuck_bytes: int = 0
     stuck_op: str = ""
     uncounted_bytes: int = 0
+    alone_steps: int = 0
     kept_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -306,6 +308,11 @@ class StepReport:
             needs += f"; the least budget is about {format_bytes(bounds.least_bytes)}"
         if self.kept_bytes:
             needs += f", and {format_bytes(self.kept_bytes)} is kept to instead"
+        if self.totals.alone_steps:
+            needs += (
+                f"; {self.totals.alone_steps:,} steps were left alone, for observing them alone makes each "
+                "half as long again"
+            )
         return needs
 
     def one_line(self) -> str:

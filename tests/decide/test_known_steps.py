@@ -22,7 +22,7 @@ from delta_runtime.decide.known_steps import (
     StepCost,
 )
 from delta_runtime.decide.planning_time import PlanningTime
-from delta_runtime.decide.relief import Relief, affordable_s, bearable_s
+from delta_runtime.decide.relief import MOST_MORE, Relief, affordable_s, bearable_s
 from tests.support.step_graphs import chain
 
 MIB = 1024**2
@@ -416,9 +416,9 @@ def test_steps_of_unknown_graphs_that_are_dear_raise_what_is_kept():
 
 
 def test_what_observing_takes_leaves_less_for_recomputing():
-    """Half of an ordinary step is what both may add to it; a tenth may always be recomputed."""
-    assert bearable_s(1.0, 0) == pytest.approx(0.4)
-    assert bearable_s(1.0, 10_000) == pytest.approx(0.4 * 0.9 - 0.1)
+    """Both together may add a third of an ordinary step to it; a tenth may always be recomputed."""
+    assert bearable_s(1.0, 0) == pytest.approx(MOST_MORE)
+    assert bearable_s(1.0, 10_000) == pytest.approx(MOST_MORE * 0.9 - 0.1)
     assert bearable_s(1.0, 30_000) == pytest.approx(0.1 * 0.7)
     assert bearable_s(1.0, 10**6) == pytest.approx(0.1 * 0.5)
 
