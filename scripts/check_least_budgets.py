@@ -5,9 +5,9 @@ names the lower bound and the least budget; a strict run at the least budget and
 which has to hold; a run half way between the two, which has to take at most 1.5 times an ordinary step from its third
 step on, and may warn once; and strict runs at and below the lower bound and between the two: one that holds below the
 lower bound shows that it is none. Losses, gradients, weights and random state are compared bit for bit in all of them.
-Takes about 6 minutes on one idle core; needs no GPU. Exits 1 if a line fails.
+Takes about 9 minutes on one idle core; needs no GPU. Exits 1 if a line fails.
 
-    python scripts/check_least_budgets.py [--models mlp,resnet] [--policy auto] [--steps 5] [--rounds 4] [--limit 1.5]
+    python scripts/check_least_budgets.py [--models mlp,resnet] [--policy auto] [--steps 5] [--rounds 8] [--limit 1.5]
         [--json FILE]
 
 All budgets are above what lived before the model was built. A step is all of it: forward and backward inside of
@@ -488,7 +488,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
     parser.add_argument("--policy", choices=list(POLICIES), default="auto")
     parser.add_argument("--steps", type=int, default=5, help="of each run that is not timed")
-    parser.add_argument("--rounds", type=int, default=4, help="turns of both kinds, half way")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of both kinds, half way")
     parser.add_argument("--limit", type=float, default=1.5, help="of the ratio half way")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
