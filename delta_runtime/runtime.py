@@ -264,7 +264,9 @@ class Runtime:
     def _enter_step(self) -> None:
         if self._in_step:
             raise UsageError("runtime.step() inside runtime.step().", change="Leave the first one.")
-        if self._depth == 0 and self._aside.leaves_next and not self._closed:
+        alone = self._depth == 0 and self._aside.leaves_next and not self._closed
+        # What was dropped in a step before, and is yet to be made again, needs us to see what is written.
+        if alone and not self._session.counters()["dropped_now_bytes"]:
             self._claim()
             self._depth, self._in_step, self._alone = 1, True, True
             self._begin_alone()
