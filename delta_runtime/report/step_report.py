@@ -348,10 +348,6 @@ class StepReport:
             row("no room in a tier below", lambda t: f"{t.swap_refusals:,}")
         if self.totals.failed_writes or self.totals.failed_reads:
             row("failed, writing / reading", lambda t: f"{t.failed_writes} / {t.failed_reads}")
-        if self.totals.mismatches:
-            row("came back different", lambda t: f"{t.mismatches:,} of {t.comparisons:,}")
-        if self.totals.unhashed:
-            row("not compared for want of room", lambda t: f"{t.unhashed:,}")
         for tier in self.tiers:
             table.add_row(f"{tier.name}, at the most", "", tier.text())
 
@@ -400,6 +396,10 @@ class StepReport:
         count("ops run again", "replayed_ops")
         if totals.written_back_bytes or totals.swap_refusals:
             self._add_lanes(table)
+        if totals.mismatches:
+            count("came back different", "mismatches")
+        if totals.unhashed:
+            count("not compared for want of room", "unhashed")
         count("rescues inside an allocation", "rescues")
         for reason, words in _REASONS.items():
             if totals.kept_bytes.get(reason):

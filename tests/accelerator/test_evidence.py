@@ -470,6 +470,32 @@ def test_room_for_hashes_is_there_when_the_card_is_full(device, controls):
     runtime.close()
 
 
+@pytest.mark.filterwarnings("ignore:delta_runtime. the budget of:RuntimeWarning")
+@pytest.mark.parametrize("verify", ["first", "always"])
+def test_what_cannot_be_hashed_is_counted_or_stays(device, controls, verify):
+    """The room that a small budget takes does not do for these values, and the card is full."""
+    if not controls.simulated:
+        pytest.skip("a card cannot be made full at will")
+    w = torch.linspace(0.1, 1, 1 << 21).to(device).requires_grad_()
+    runtime = delta.Runtime(1 << 20, device=str(device), policy="recompute", verify=verify)
+    runtime._session.set_budget(1 << 34)  # nothing goes before it is asked for
+    with runtime.step():
+        loss = (w.sin() * w.cos()).sum()
+        torch.accelerator.synchronize()
+        torch.accelerator.empty_cache()
+        controls.capacity(1)
+        runtime._session.make_room(1 << 40)
+        found = counters(runtime)
+        controls.capacity(0)
+        loss.backward()
+    if verify == "always":
+        assert found["drops"] == 0 and found["unhashed"] > 0
+    else:
+        assert found["drops"] == found["unhashed"] == 2
+        assert "not compared for want of room" in str(runtime.report())
+    runtime.close()
+
+
 def test_memory_that_others_share_is_not_recomputed_from(device, controls):
     """A consumer of DLPack, or a slice of the storage, writes to it after the steps that compare everything."""
 
