@@ -466,7 +466,8 @@ class KnownSteps:
         if len(known.costs) >= _STEPS_TO_JUDGE:
             costs, known.costs = known.costs, []
             rebuild_s = min(each.rebuild_s for each in costs)
-            observed_s = min(each.seconds - each.rebuild_s for each in costs)
+            # Another thread may recompute while no step goes on: that takes no time of a step.
+            observed_s = max(0.0, min(each.seconds - each.rebuild_s for each in costs))
             most_s = bearable_s(observed_s, cost.ops)
             if rebuild_s > most_s:
                 known.relief.too_dear(known.graph, self._planning, rebuild_s / max(most_s, 1e-9))

@@ -423,6 +423,24 @@ def test_what_observing_takes_leaves_less_for_recomputing():
     assert bearable_s(1.0, 10**6) == pytest.approx(0.1 * 0.5)
 
 
+def test_recomputing_outside_of_a_step_is_no_reason_to_give_more_up():
+    """Backward on another thread may recompute for longer than the step takes that it is counted in."""
+    budget_bytes = bounds_of(GRAPH).least_bytes - MIB
+    known = KnownSteps(plans=True, yields=True)
+    step = cost(GRAPH, budget_bytes, 0.6 * GRAPH.seconds)
+    for _ in range(2):
+        known.saw(step)
+        known.learn(GRAPH, budget_bytes)
+    assert known.yielded
+    kept_bytes = known.kept_bytes(budget_bytes)
+    odd = dataclasses.replace(step, seconds=0.001, rebuild_s=1.0)
+    none = dataclasses.replace(step, rebuild_s=0.0)
+    for each in (odd, none) * 6:
+        known.saw(each)
+        known.tend(budget_bytes)
+    assert known.kept_bytes(budget_bytes) == kept_bytes
+
+
 @pytest.mark.parametrize(("times", "share"), [(1.1, 0.25), (2.0, 0.5), (8.0, 0.875)])
 def test_what_was_too_dear_is_given_up_in_one_go(times: float, share: float):
     budgets: list[int] = []
