@@ -596,11 +596,14 @@ PYBIND11_MODULE(_C, m) {
         auto restorer = delta::shared(std::move(restore));
         hooks.save = [saver]() -> std::shared_ptr<void> {
           py::gil_scoped_acquire gil;
+          py::error_scope pending;
+          delta::Shield shield;
           return delta::shared((*saver)());
         };
         hooks.restore = [restorer](const std::shared_ptr<void>& state) {
           py::gil_scoped_acquire gil;
           py::error_scope pending;
+          delta::Shield shield;  // what a handler raises would end this half-way
           try {
             (*restorer)(*std::static_pointer_cast<py::object>(state));
           } catch (py::error_already_set& e) {

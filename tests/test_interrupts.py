@@ -11,6 +11,7 @@ import contextlib
 import gc
 import inspect
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -313,6 +315,43 @@ def test_an_interrupt_in_an_op_that_is_audited_arrives_and_says_nothing_of_the_o
     assert len(calls) == 2
     totals = runtime.report().totals
     assert (totals.audits, totals.audit_failures) == (1, 0)
+    runtime.close()
+
+
+@pytest.mark.parametrize("when", ["getstate", "setstate"])
+def test_an_interrupt_while_pythons_random_state_is_kept_arrives(way, when, monkeypatch):
+    """An op written in Python is run again; what its numbers were drawn from is put back all the same."""
+
+    @torch.library.custom_op("delta_test::in_python", mutates_args=())
+    def in_python(x: torch.Tensor) -> torch.Tensor:
+        return x * 2.0
+
+    x, w = torch.linspace(0, 1, 4096), torch.linspace(0, 1, 4096).requires_grad_()
+    interrupt, original = interrupt_by(way), getattr(random, when)
+    armed: list[bool] = []
+
+    def interrupted(*args: object) -> object:
+        if armed:
+            armed.clear()
+            interrupt()
+        return original(*args)
+
+    with delta.Runtime("100%", device="cpu", policy="stress_drop_all", min_bytes=0) as runtime:
+        for _ in range(3):
+            w.grad = None
+            loss = (in_python(x).sin() * w).sum()
+            torch.ones(4).add(1)
+            drops = runtime._session.counters()["drops"]
+            with monkeypatch.context() as patched:
+                patched.setattr(random, when, interrupted)
+                numbers = random.getstate(), numpy.random.get_state()
+                armed.append(True)
+                with pytest.raises(WAYS[way]):
+                    loss.backward()
+                assert not armed, "nothing was run again"
+            assert random.getstate() == numbers[0]
+            assert (numpy.random.get_state()[1] == numbers[1][1]).all()
+        assert drops > 0
     runtime.close()
 
 
