@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_accelerator_tests_pass_on_the_simulated_one():
     if shutil.which("ninja") is None or shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("the simulated accelerator is compiled: needs a C++ compiler and ninja")
@@ -23,7 +23,7 @@ def test_the_accelerator_tests_pass_on_the_simulated_one():
         env=os.environ | {"DELTA_TEST_DEVICE": "fake", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=1180,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-500:]
