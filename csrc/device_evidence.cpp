@@ -251,8 +251,7 @@ std::string Session::judge() {
     found +=
         ". On an accelerator this shows when the step's backward is over: its gradients were "
         "computed with it and must not be used. If an update was made with them already, go back "
-        "to "
-        "weights of before. ";
+        "to weights of before. ";
     found += likely_causes();
   }
   return found;

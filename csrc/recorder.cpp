@@ -332,9 +332,7 @@ class Taper {
       if (session_.needs_clone(*page)) {
         to_clone_.push_back(page->current);
       }
-      if (page->unguarded) {
-        session_.before_write_of_others(*page, to_clone_);
-      }
+      session_.before_write_of_others(*page, to_clone_);
     }
     Value& value = *page->current;
     if (page->unguarded && value.watched && !value.producer && !value.anchor &&
@@ -596,6 +594,7 @@ void Session::note_foreign_writes(const OpInfo& info, c10::ArrayRef<const c10::I
   ToClone to_clone;
   {
     Guard guard(*this);
+    sweep_if_due();
     note_writes(info, inputs, to_clone);
   }
   if (!to_clone.empty()) {
@@ -607,8 +606,7 @@ void Session::note_foreign_writes(const OpInfo& info, c10::ArrayRef<const c10::I
 void Session::note_writes(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs,
                           ToClone& to_clone) {
   const auto note = [&](const at::Tensor& t, int) {
-    Page* page = is_plain(t) ? find_page(storage_of(t)) : nullptr;
-    if (page != nullptr) {
+    if (Page* page = page_to_write(t)) {
       before_write(*page, t, to_clone);
     }
   };
@@ -764,10 +762,7 @@ void Session::end_op(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs) 
     if (!open.pending.empty()) {
       resolve_pending(open);
     }
-    if (pages_.size() >= sweep_at_) {
-      sweep();
-      sweep_at_ = std::max<size_t>(512, 2 * pages_.size());
-    }
+    sweep_if_due();
   }
   open.clear();  // under the lock: records may die here
 }

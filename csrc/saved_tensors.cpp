@@ -231,9 +231,10 @@ void Session::resolve(Ticket& ticket, Page* page, const at::Tensor& t) {
 // Most unpacked tensors are there. Returns an undefined tensor for what has to be brought back or
 // waited for first, and where an error is to be told.
 at::Tensor Session::unpack_resident(Ticket& ticket) {
-  if (has_verdict_.load(std::memory_order_relaxed)) {
-    return {};
-  }
+  return has_verdict_.load(std::memory_order_relaxed) ? at::Tensor() : view_if_resident(ticket);
+}
+
+at::Tensor Session::view_if_resident(Ticket& ticket) {
   check_version(ticket);
   if (at::Tensor now = as_pointed_elsewhere(ticket); now.defined()) {
     Guard guard(*this);
@@ -282,7 +283,7 @@ at::Tensor Session::unpack(Ticket& ticket) {
   if (has_verdict_.load(std::memory_order_relaxed)) {
     tell(take_verdict());  // of a program that updates weights by hand: no optimizer was told
   }
-  if (at::Tensor there = unpack_resident(ticket); there.defined()) {
+  if (at::Tensor there = view_if_resident(ticket); there.defined()) {
     return there;
   }
   Page& page = *ticket.page;

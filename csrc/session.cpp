@@ -95,6 +95,7 @@ Session::Session(SessionOptions options)
     : options_(options), evidence_random_(options.seed + 1), random_(options.seed) {
   settle_vector_math();
   if (!options_.device.is_cpu()) {
+    const c10::OptionalDeviceGuard guard(options_.device);
     own_deleter_ = c10::GetAllocator(options_.device.type())->allocate(1).get_deleter();
     device_evidence_ = std::make_unique<DeviceEvidence>(options_.device, options_.budget_bytes);
   }
@@ -255,10 +256,14 @@ Page* Session::page_of(const at::Tensor& t) {
                sabotage() != Sabotage::AliasVersionsUnseen) {
       spoil(*page, t);
     }
+    if (page->unread) {
+      note_first_use(*page, t.storage());
+    }
     return page;
   }
   pages_.erase(entry);
   Page& page = new_source(t.storage());
+  note_first_use(page, t.storage());
   if (counts) {
     page.take_version(t.unsafeGetTensorImpl()->version_counter());
   }
@@ -273,24 +278,41 @@ Page& Session::new_source(const c10::Storage& storage) {
   page.many_streams = !options_.device.is_cpu();  // whose memory it is was not seen
   page.look_at(*storage.unsafeGetStorageImpl());
   page.set_current(make_source(page.bytes));
-  if (options_.device.is_cpu() && page.bytes > 0) {
-    if (!cpu_pool::owns(storage.data_ptr())) {
-      charge_uncounted(page, page.bytes);
-    }
-  }
+  page.unread = true;
   find_owners(page, storage.data_ptr());
   return page;
+}
+
+Page& Session::page_for(const c10::Storage& storage) {
+  Page* page = find_page(storage.unsafeGetStorageImpl());
+  return page != nullptr ? *page : new_source(storage);
+}
+
+// The page of what is about to be written to; null where no page can lie over that memory.
+Page* Session::page_to_write(const at::Tensor& t) {
+  if (!is_plain(t)) {
+    return nullptr;
+  }
+  const c10::Storage& storage = t.storage();
+  Page* page = find_page(storage.unsafeGetStorageImpl());
+  if (page != nullptr || t.device() != options_.device || storage.nbytes() == 0) {
+    return page;
+  }
+  const bool shared = is_foreign(storage.data_ptr()) ||
+                      lies_over_unguarded(storage.data(), static_cast<int64_t>(storage.nbytes()));
+  return shared ? &new_source(storage) : nullptr;
 }
 
 // ---------------------------------------------------------------- memory that others can write to
 
 namespace {
 
-bool overlap(const Page& a, const Page& b) {
-  const auto* first = static_cast<const char*>(a.data);
-  const auto* second = static_cast<const char*>(b.data);
-  return first != nullptr && second != nullptr && first < second + b.bytes &&
-         second < first + a.bytes;
+bool overlap(const Page& page, const void* data, int64_t bytes) {
+  const auto* first = static_cast<const char*>(page.data);
+  const auto* second = static_cast<const char*>(data);
+  return first != nullptr && second != nullptr && first < second + bytes &&
+         second < first + page.bytes && page.residency == Residency::Resident &&
+         !page.weak.expired();
 }
 
 }  // namespace
@@ -303,20 +325,22 @@ bool Session::is_foreign(const c10::DataPtr& data) const {
   return own_deleter_ != nullptr && data.get() != nullptr && data.get_deleter() != own_deleter_;
 }
 
+bool Session::lies_over_unguarded(const void* data, int64_t bytes) const {
+  return std::any_of(unguarded_.begin(), unguarded_.end(),
+                     [&](const auto& page) { return overlap(*page, data, bytes); });
+}
+
+void Session::set_unguarded(Page& page) {
+  if (!page.unguarded) {
+    page.unguarded = true;
+    unguarded_.push_back(c10::intrusive_ptr<Page>::reclaim_copy(&page));
+  }
+}
+
 // Of a storage that is new here: do others hold its memory, or storages over the same memory?
 void Session::find_owners(Page& page, const c10::DataPtr& data) {
-  if (page.bytes == 0 || sabotage() == Sabotage::ForeignMemoryTrusted) {
-    return;
-  }
-  bool shared = is_foreign(data);
-  if (!shared && any_shared_) {
-    for (auto& [storage, other] : pages_) {
-      shared |= other->unguarded && other.get() != &page &&
-                other->residency == Residency::Resident && overlap(page, *other) &&
-                !other->weak.expired();
-    }
-  }
-  if (shared) {
+  if (page.bytes > 0 && sabotage() != Sabotage::ForeignMemoryTrusted &&
+      (is_foreign(data) || lies_over_unguarded(page.data, page.bytes))) {
     share_with_others(page);
   }
 }
@@ -341,35 +365,53 @@ void Session::share_with_others(Page& page, ToClone* to_clone) {
   if (options_.device.is_cpu() && !watches()) {
     return;
   }
+  const bool known = page.unguarded;
   const auto take = [&](Page& each) {
-    each.unguarded = true;
+    set_unguarded(each);
     if (to_clone != nullptr && needs_clone(each)) {
       to_clone->push_back(each.current);
     }
-    if (!each.current->watched && each.residency == Residency::Resident) {
+    if (!each.current->watched && !each.unread && each.residency == Residency::Resident) {
       watch(*each.current, each.data, each.bytes);
     }
   };
-  any_shared_ = true;
   take(page);
+  if (known && !page.has_aliases) {
+    return;  // those that came later would have said so
+  }
   for (auto& [storage, other] : pages_) {
-    if (other.get() != &page && other->residency == Residency::Resident && overlap(page, *other) &&
-        !other->weak.expired()) {
+    if (other.get() != &page && overlap(*other, page.data, page.bytes)) {
       take(*other);
+      other->has_aliases = page.has_aliases = true;
     }
   }
 }
 
 // Others over the same memory are about to be written to through this page.
 void Session::before_write_of_others(Page& page, ToClone& to_clone) {
-  for (auto& [storage, other] : pages_) {
-    if (other.get() == &page || !other->unguarded || other->residency != Residency::Resident ||
-        !overlap(page, *other) || other->weak.expired()) {
+  for_each_alias(page, [&](Page& other) {
+    if (needs_clone(other)) {
+      to_clone.push_back(other.current);
+    }
+  });
+}
+
+// They were written to through this page, and what lay there is gone.
+void Session::spoil_others(Page& page) {
+  for_each_alias(page, [&](Page& other) { spoil_anchor(other); });
+}
+
+// Calls `act` with each other page over the same memory, whose content is unknown from then on.
+template <class Act>
+void Session::for_each_alias(Page& page, const Act& act) {
+  if (!page.has_aliases) {
+    return;
+  }
+  for (auto& other : unguarded_) {
+    if (other.get() == &page || !overlap(*other, page.data, page.bytes)) {
       continue;
     }
-    if (needs_clone(*other)) {
-      to_clone.push_back(other->current);
-    }
+    act(*other);
     other->set_current(make_source(other->bytes));
     if (other->tickets > 0) {
       emit(EventKind::Inadmissible, other.get(), other->bytes, 0);
@@ -385,8 +427,15 @@ bool Session::holds(const Value& value, const c10::StorageImpl& storage) const {
              value.hash;
 }
 
-// An op is about to read the page: is what lies there what we think?
+// An op is about to read the page: is what lies there what we think? On an accelerator nobody can
+// look: what others may have written to is not what its producer made.
 void Session::check_content(Page& page, const at::Tensor& t) {
+  if (!options_.device.is_cpu()) {
+    if (page.unguarded && page.current->producer) {
+      set_unknown_content(page, t);
+    }
+    return;
+  }
   auto* storage = storage_of(t);
   if (!page.current->watched) {
     if (page.unguarded && !page.current->producer) {
@@ -397,7 +446,7 @@ void Session::check_content(Page& page, const at::Tensor& t) {
   if (holds(*page.current, *storage)) {
     return;
   }
-  page.unguarded = true;  // who wrote once may write again
+  set_unguarded(page);  // who wrote once may write again
   spoil(page, t);
   watch(*page.current, storage->data(), page.bytes);
 }
@@ -426,19 +475,15 @@ void Session::before_raw_access(const c10::Storage& storage, bool writes) {
   ToClone to_clone;
   {
     Guard guard(*this);
-    if (resting_ && managed_.empty()) {
+    if (resting_ && managed_.empty() && writes) {
       return;  // nothing is saved, and what a step finds when it begins is taken as it is
     }
-    if (pages_.size() >= sweep_at_) {  // a step of little else
-      sweep();
-      sweep_at_ = std::max<size_t>(512, 2 * pages_.size());
-    }
-    Page* page = find_page(storage.unsafeGetStorageImpl());
+    sweep_if_due();  // where ops of a step do not
+    Page& page = page_for(storage);
     if (writes) {
-      // It may be a slice of another storage, over the same memory.
-      before_write_unseen(page != nullptr ? *page : new_source(storage), to_clone);
+      before_write_unseen(page, to_clone);
     } else {
-      share_with_others(page != nullptr ? *page : new_source(storage), &to_clone);
+      share_with_others(page, &to_clone);
     }
   }
   if (!to_clone.empty()) {
@@ -455,6 +500,14 @@ void Session::note_stream(Page& page) const {
   const c10::StreamId stream = current_stream_id(options_.device);
   page.many_streams |= page.stream != kNoStream && page.stream != stream;
   page.stream = stream;
+}
+
+// Of a source that no op has used before.
+void Session::note_first_use(Page& page, const c10::Storage& storage) {
+  page.unread = false;
+  if (options_.device.is_cpu() && page.bytes > 0 && !cpu_pool::owns(storage.data_ptr())) {
+    charge_uncounted(page, page.bytes);
+  }
 }
 
 // The budget is about all that the device holds; what the pool cannot see is charged to it here.
@@ -487,33 +540,32 @@ void Session::set_unknown_content(Page& page, const at::Tensor& t) {
 // Something wrote to the page that we did not see. Recipes that start from its former content are
 // lost: rebuilding them raises, and what is still there is not dropped any more.
 void Session::spoil(Page& page, const at::Tensor& t) {
+  spoil_anchor(page);
+  set_unknown_content(page, t);
+}
+
+void Session::spoil_anchor(Page& page) {
   if (page.current->anchor &&
       page.current->anchor.unsafeGetStorageImpl() == page.weak._unsafe_get_target()) {
     page.current->spoiled = true;
     ++anchor_epoch_;
   }
-  set_unknown_content(page, t);
 }
 
 void Session::mark_written(const at::Tensor& t) {
-  if (!is_plain(t)) {
-    return;
-  }
   Guard guard(*this);
-  if (Page* page = find_page(storage_of(t))) {
+  if (Page* page = page_to_write(t)) {
     spoil(*page, t);
+    spoil_others(*page);
   }
 }
 
 // Something that we shall not see is about to write to this tensor.
 void Session::prepare_write(const at::Tensor& t) {
-  if (!is_plain(t)) {
-    return;
-  }
-  std::vector<c10::intrusive_ptr<Value>> to_clone;
+  ToClone to_clone;
   {
     Guard guard(*this);
-    if (Page* page = find_page(storage_of(t))) {
+    if (Page* page = page_to_write(t)) {
       before_write(*page, t, to_clone);
     }
   }
@@ -524,6 +576,7 @@ void Session::prepare_write(const at::Tensor& t) {
 void Session::before_write(Page& page, const at::Tensor& t, ToClone& to_clone) {
   if (version_of(t) >= 0 && page.versions.moved(t.unsafeGetTensorImpl()->version_counter())) {
     spoil(page, t);
+    before_write_of_others(page, to_clone);
     return;
   }
   before_write_unseen(page, to_clone);
@@ -539,9 +592,7 @@ void Session::before_write_unseen(Page& page, ToClone& to_clone) {
   if (page.tickets > 0) {
     emit(EventKind::Inadmissible, &page, page.bytes, 0);
   }
-  if (page.unguarded) {
-    before_write_of_others(page, to_clone);
-  }
+  before_write_of_others(page, to_clone);
 }
 
 // A source that some dropped page needs gets a copy of its own before it is overwritten. Where
@@ -672,6 +723,13 @@ void Session::forget_past() {
   sweep();
 }
 
+void Session::sweep_if_due() {
+  if (pages_.size() >= sweep_at_) {
+    sweep();
+    sweep_at_ = std::max<size_t>(512, 2 * pages_.size());
+  }
+}
+
 void Session::sweep() {
   for (auto it = pages_.begin(); it != pages_.end();) {
     Page& page = *it->second;
@@ -684,6 +742,8 @@ void Session::sweep() {
       ++it;
     }
   }
+  const auto is_over = [](const auto& page) { return page->tickets == 0 && page->weak.expired(); };
+  unguarded_.erase(std::remove_if(unguarded_.begin(), unguarded_.end(), is_over), unguarded_.end());
   // Only now: the pages that went may have been the last to reach these.
   if (!has_anchors_) {
     return;

@@ -387,6 +387,7 @@ struct Session : c10::intrusive_ptr_target {
   // --- saved_tensors.cpp
   void pack(const at::Tensor& t, Ticket& ticket);
   at::Tensor unpack_resident(Ticket& ticket);
+  at::Tensor view_if_resident(Ticket& ticket);
   at::Tensor unpack(Ticket& ticket);
   at::Tensor view_for(const Ticket& ticket, const c10::Storage& storage) const;
   void note_used(Page& page);  // under the lock
@@ -500,12 +501,20 @@ struct Session : c10::intrusive_ptr_target {
   void before_write(Page& page, const at::Tensor& t, ToClone& to_clone);
   void before_write_unseen(Page& page, ToClone& to_clone);
   Page& new_source(const c10::Storage& storage);
+  Page& page_for(const c10::Storage& storage);
+  Page* page_to_write(const at::Tensor& t);
   void find_owners(Page& page, const c10::DataPtr& data);
   bool is_foreign(const c10::DataPtr& data) const;
+  bool lies_over_unguarded(const void* data, int64_t bytes) const;
+  void set_unguarded(Page& page);
   bool watches() const;
   void watch(Value& value, const void* data, int64_t bytes) const;
   void share_with_others(Page& page, ToClone* to_clone = nullptr);
   void before_write_of_others(Page& page, ToClone& to_clone);
+  void spoil_others(Page& page);
+  template <class Act>
+  void for_each_alias(Page& page, const Act& act);
+  void spoil_anchor(Page& page);
   bool holds(const Value& value, const c10::StorageImpl& storage) const;
   void check_content(Page& page, const at::Tensor& t);
   bool was_moved(const Page& page, const c10::StorageImpl& storage) const;
@@ -513,7 +522,9 @@ struct Session : c10::intrusive_ptr_target {
   void emit(EventKind kind, const Page* page, int64_t bytes, double seconds, int64_t key = -1,
             int reason = 0);
   void charge_uncounted(Page& page, int64_t bytes);
+  void note_first_use(Page& page, const c10::Storage& storage);
   void sweep();  // forgets pages whose storage is gone
+  void sweep_if_due();
   void add_candidate(Page& page);
   void remove_candidate(Page& page);
   bool attach_plan(Page& page);  // whether a plan knows it
@@ -573,7 +584,7 @@ struct Session : c10::intrusive_ptr_target {
   std::unordered_map<uint64_t, Evidence> evidence_;
   std::mt19937_64 evidence_random_;
   std::unique_ptr<DeviceEvidence> device_evidence_;  // of an accelerator
-  bool any_shared_ = false;                          // memory of others was seen
+  std::vector<c10::intrusive_ptr<Page>> unguarded_;  // pages that others may write to unseen
   c10::DeleterFnPtr own_deleter_ = nullptr;          // of what its allocator allocates
   std::unordered_set<uint64_t> unswappable_;  // keys of values whose copies came back different
   std::string verdict_;  // of a step that is over, where nobody could be told yet

@@ -212,7 +212,9 @@ struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   int64_t bytes = 0;
   int32_t tickets = 0;
   Residency residency = Residency::Resident;
-  bool unguarded = false;  // others may write to its memory unseen
+  bool unguarded = false;    // others may write to its memory unseen
+  bool has_aliases = false;  // there are pages of other storages over the same memory
+  bool unread = false;       // no op has used it yet: it is neither charged nor watched
   bool tainted = false;  // a recipe that read it came out different: nothing is recomputed from it
   bool resized = false;  // its memory comes and goes: nothing is recomputed from what lies there
   bool rebuilt = false;

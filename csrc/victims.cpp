@@ -237,7 +237,7 @@ bool Session::drop_page(Page& page) {
       !(page.hashed ? page.hash == page.current->hash : holds(*page.current, *storage))) {
     page.hashed = false;
     page.retry_tick = tick_ + 256;  // somebody wrote to it past the dispatcher: it stays
-    page.unguarded = true;
+    set_unguarded(page);
     return false;
   }
   forget_copy(page);

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,33 +72,26 @@ def _tell(tensor_or_storage: Any, *, writes: bool) -> None:
             _forget(None)
 
 
-def _wrap(owner: Any, name: str, *, writes: bool) -> None:
+def _always(*_: Any) -> bool:
+    return True
+
+
+def _is_slice(index: Any) -> bool:
+    """A slice of a storage is another storage over the same memory; a single element is a number."""
+    return isinstance(index, slice)
+
+
+def _wrap(owner: Any, name: str, *, writes: bool, where: Callable[..., bool] = _always) -> None:
+    """Tells before the method is called, `where` its arguments say that there is something to tell."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _tell(self, writes=writes)
+        if where(*args):
+            _tell(self, writes=writes)
         return original(self, *args, **kwargs)
 
-    _replace(owner, name, original if name in vars(owner) else None, method)
-
-
-def _wrap_slicing() -> None:
-    """A slice of a storage is another storage over the same memory."""
-    original = torch.UntypedStorage.__getitem__
-
-    @functools.wraps(original)
-    def method(self: Any, index: Any) -> Any:
-        if isinstance(index, slice):
-            _tell(self, writes=False)
-        return original(self, index)
-
-    own = "__getitem__" in vars(torch.UntypedStorage)
-    _replace(torch.UntypedStorage, "__getitem__", original if own else None, method)
-
-
-def _replace(owner: Any, name: str, original: Any, method: Any) -> None:
-    _originals.append((owner, name, original, method))
+    _originals.append((owner, name, original if name in vars(owner) else None, method))
     setattr(owner, name, method)
 
 
@@ -108,7 +102,7 @@ def _install() -> None:
         _wrap(torch.Tensor, name, writes=False)
     for name in _STORAGE_WRITERS:
         _wrap(torch.UntypedStorage, name, writes=True)
-    _wrap_slicing()
+    _wrap(torch.UntypedStorage, "__getitem__", writes=False, where=_is_slice)
     for module in (torch, torch.utils.dlpack):
         _wrap(module, "to_dlpack", writes=False)
 

@@ -293,6 +293,8 @@ class Runtime:
             self._finish_step(whole=error is None)
             if error is None:
                 self._judge()
+            elif self._depth > 1:
+                self._warn_of_mismatch()
         finally:
             self._marked = False
             _C.release_repointed()
@@ -449,16 +451,23 @@ class Runtime:
             return
         if self._depth > 0 and self._thread is threading.current_thread():
             self._depth = 1
-            self._leave()
-        elif self._depth > 0 and self._thread.is_alive():
+            try:
+                self._leave()
+            finally:
+                self._end()
+            return
+        if self._depth > 0 and self._thread.is_alive():
             raise UsageError(
                 "this runtime is entered on another thread.",
                 found=f"the thread {self._thread.name!r}",
                 change="Close it there, or when it has been left.",
             )
-        elif self._depth > 0:
+        if self._depth > 0:
             self._abandon()
             self._release()
+        self._end()
+
+    def _end(self) -> None:
         self._closed = True
         raw_access.stop_listening(self._session)
         self._session.stop_lanes()
@@ -508,7 +517,8 @@ class Runtime:
     def _warn_of_mismatch(self) -> None:
         """What `_judge` would raise, where another error is on its way; whoever comes next raises it."""
         if self.device.type != "cpu" and (text := self._session.judge(later=True)):
-            warn(text)
+            with contextlib.suppress(Warning):  # where warnings are errors
+                warn(text)
 
     def _begin_alone(self) -> None:
         """Begins a step of which nothing is observed; for what it does, the runtime is not there."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 import warnings
 from collections.abc import Callable
 
@@ -433,6 +434,45 @@ def test_an_error_of_the_program_does_not_hide_a_mismatch(device, controls):
     runtime.close()
 
 
+def test_an_error_inside_of_an_outer_block_does_not_hide_a_mismatch(device, controls):
+    """Where warnings are errors, too, the program's own error is the one that is raised."""
+    if not controls.simulated:
+        pytest.skip("the host cannot write to a real device by address")
+    for way in ("always", "error"):
+        w = torch.linspace(0.1, 1, ELEMENTS).to(device).requires_grad_()
+        runtime = runtime_on(device, "stress_drop_all")
+
+        def failing_step(runtime: delta.Runtime = runtime, w: Tensor = w) -> None:
+            with runtime.step():
+                backward_with_bad_source(0, frozenset({0}), w)
+                raise ZeroDivisionError
+
+        with runtime, warnings.catch_warnings(record=way == "always") as told:
+            warnings.simplefilter(way)
+            with pytest.raises(ZeroDivisionError):
+                failing_step()
+            if told is not None:
+                assert sum("must not be used" in str(each.message) for each in told) == 1
+            with pytest.raises(delta.RecomputeMismatch, match="must not be used"), runtime.step():
+                backward_with_bad_source(1, frozenset(), w)
+        runtime.close()
+
+
+def test_closing_tells_a_mismatch_and_closes(device, controls):
+    if not controls.simulated:
+        pytest.skip("the host cannot write to a real device by address")
+    w = torch.linspace(0.1, 1, ELEMENTS).to(device).requires_grad_()
+    runtime = runtime_on(device, "stress_drop_all")
+    runtime.__enter__()
+    backward_with_bad_source(0, frozenset({0}), w)
+    with pytest.raises(delta.RecomputeMismatch, match="must not be used"):
+        runtime.close()
+    runtime.close()
+    with pytest.raises(delta.UsageError, match="closed"), runtime.step():
+        pass
+    assert torch.Tensor.apply_ is torch._C.TensorBase.apply_
+
+
 def test_a_full_card_hides_no_mismatch(device, controls):
     """Hashes that were taken while there was room are judged when there is none."""
     if not controls.simulated:
@@ -496,19 +536,29 @@ def test_what_cannot_be_hashed_is_counted_or_stays(device, controls, verify):
     runtime.close()
 
 
-def test_memory_that_others_share_is_not_recomputed_from(device, controls):
+def by_dlpack(x: Tensor) -> Tensor:
+    return torch.from_dlpack(x)
+
+
+def by_slice(x: Tensor) -> Tensor:
+    part = x.untyped_storage()[: x.nbytes]
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(part)
+
+
+def on_a_thread(write: Callable[[], object]) -> None:
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before the runtime", "in the step"])
+@pytest.mark.parametrize("thread", [True, False], ids=["thread", "own thread"])
+def test_memory_that_others_share_is_not_recomputed_from(device, controls, thread, early):
     """A consumer of DLPack, or a slice of the storage, writes to it after the steps that compare everything."""
-
-    def by_dlpack(x: Tensor) -> Tensor:
-        return torch.from_dlpack(x)
-
-    def by_slice(x: Tensor) -> Tensor:
-        part = x.untyped_storage()[: x.nbytes]
-        return torch.empty(0, dtype=x.dtype, device=x.device).set_(part)
-
     for alias in (by_slice,) if controls.simulated else (by_dlpack, by_slice):
         w = torch.linspace(0.1, 1, ELEMENTS).to(device).requires_grad_()
         x = torch.linspace(0.1, 1, ELEMENTS).to(device)
+        other = alias(x) if early else None
         runtime = runtime_on(device, "stress_drop_all")
         for step in range(8):
             w.grad = None
@@ -518,7 +568,39 @@ def test_memory_that_others_share_is_not_recomputed_from(device, controls):
                 loss = ((x * (1.0 + step)).sin() * w).sum()
                 torch.ones(4, device=device).add(1)
                 if step > 4:
-                    alias(x).fill_(0.25)
+                    there = other if other is not None else alias(x)
+                    around = on_a_thread if thread else lambda write: write()
+                    around(lambda there=there: there.fill_(0.25))
+                    torch.accelerator.synchronize()
                 loss.backward()
             assert torch.equal(w.grad, right), (alias, step)
         runtime.close()
+
+
+def test_what_others_may_have_written_to_is_not_made_again_by_its_producer(device, controls):
+    """It has died by then: what was made from it stays, for nobody knows what it was made from."""
+    if not controls.simulated:
+        pytest.skip("the host cannot write to a real device by address")
+    w = torch.linspace(0.1, 1, ELEMENTS).to(device).requires_grad_()
+    x = torch.linspace(0.1, 1, ELEMENTS).to(device)
+    filled = torch.empty(ELEMENTS).to(device)
+    fill_by_address(filled, 62)
+    runtime = runtime_on(device, "stress_drop_all")
+
+    def forward(step: int) -> Tensor:
+        m = x * (1.0 + step)
+        part = m.untyped_storage()[: m.nbytes]
+        if step > 4:
+            torch.accelerator.synchronize()
+            ctypes.memset(part.data_ptr(), 62, part.nbytes())
+        return (m.sin() * w).sum()
+
+    for step in range(8):
+        w.grad = None
+        right = (filled if step > 4 else x * (1.0 + step)).sin()
+        with runtime.step():
+            loss = forward(step)
+            torch.ones(4, device=device).add(1)
+            loss.backward()
+        assert torch.equal(w.grad, right), step
+    runtime.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import delta_runtime as delta
 from tests.faults.harness import (
     N,
     Step,
@@ -445,3 +447,118 @@ def test_recipes_that_begin_at_foreign_memory_are_used(mode: str) -> None:
         return step
 
     check(program, mode)
+
+
+# ---------------------------------------------------------------- aliases that no recorded op has seen
+
+LATE = 4
+"""A step after those that compare everything."""
+
+
+def on_a_thread(write: Callable[[], object]) -> None:
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+
+
+def while_disabled(write: Callable[[], object]) -> None:
+    with delta.disable():
+        write()
+
+
+def at_once(write: Callable[[], object]) -> None:
+    write()
+
+
+@pytest.mark.parametrize("around", [on_a_thread, while_disabled, at_once], ids=lambda f: f.__name__)
+@by_every_alias
+def test_a_late_write_through_an_alias_of_before_the_runtime(
+    alias: Alias, around: Callable[[Callable[[], object]], None]
+) -> None:
+    """What it changes is copied first: the op that writes is the first that shows the alias."""
+    w, x = leaf(N, N), constant(N, N)
+    other = alias(x)
+    with delta.Runtime("100%", device="cpu", policy="stress_drop_all") as runtime:
+        for step in range(LATE + 4):
+            w.grad = None
+            x.fill_(0.5)
+            expected = (x * (1.0 + step)).exp()
+            loss = ((x * (1.0 + step)).exp() * w).sum()
+            boundary()
+            if step >= LATE:
+                around(lambda: other.fill_(0.25))
+            loss.backward()
+            assert torch.equal(w.grad, expected), step
+        assert runtime._session.counters()["drops"] > LATE
+    runtime.close()
+
+
+@by_every_alias
+def test_a_late_write_that_is_told_after_it_was_made(alias: Alias) -> None:
+    """`mark_written` of an alias is of all that lies over its memory: an error, and the next step is as ordinary."""
+    w, x = leaf(N, N), constant(N, N)
+    other = alias(x)
+    loud = []
+    runtime = delta.Runtime("100%", device="cpu", policy="stress_drop_all")
+    for step in range(LATE + 4):
+        w.grad = None
+        x.fill_(0.5)
+        expected = (x * (1.0 + step)).exp()
+        try:
+            with runtime.step():
+                loss = ((x * (1.0 + step)).exp() * w).sum()
+                boundary()
+                if step == LATE:
+                    ctypes.memset(other.data_ptr(), 0x3D, other.nbytes)
+                    delta.mark_written(other)
+                loss.backward()
+        except delta.InplaceModification:
+            loud.append(step)
+            continue
+        assert torch.equal(w.grad, expected), step
+    assert loud == [LATE]
+    runtime.close()
+
+
+def test_memory_that_no_op_has_used_is_not_charged() -> None:
+    """A data set mapped into memory is looked at, or filled by another thread, while a step goes on."""
+    w = leaf(N, N)
+    data = torch.from_numpy(np.zeros((64, N, N), dtype=np.float32))
+    with delta.Runtime("100%", device="cpu", policy="delta") as runtime:
+        with runtime.step():
+            data.numpy()
+            on_a_thread(lambda: data[1].fill_(1.0))
+            (w.sin() * w).sum().backward()
+            unused = runtime._session.counters()["uncounted_bytes"]
+            (w * data[1]).sum().backward()
+            used = runtime._session.counters()["uncounted_bytes"]
+    assert used - unused == data.nbytes
+    runtime.close()
+
+
+@pytest.mark.timeout(120)
+def test_one_foreign_input_does_not_make_all_others_slow() -> None:
+    """Which tensors lie over its memory is not found out by looking through all that there are."""
+    n = 3000
+    parameters = [torch.zeros(4, requires_grad=True) for _ in range(n)]
+    inputs = {
+        "own": torch.ones(4),
+        "foreign": torch.from_numpy(np.ones(4, dtype=np.float32)),
+    }
+    best = dict.fromkeys(inputs, float("inf"))
+    for _ in range(2):
+        for kind, x in inputs.items():
+            runtime = delta.Runtime(
+                "100%", device="cpu", policy="stress_drop_all", min_bytes=1 << 20
+            )
+            for _ in range(3):
+                fresh = [torch.ones(4) for _ in range(n)]
+                begin = time.perf_counter()
+                with runtime.step():
+                    h = x * 1
+                    for parameter, each in zip(parameters, fresh, strict=True):
+                        h = h + parameter * each
+                    h.sum().backward()
+                best[kind] = min(best[kind], time.perf_counter() - begin)
+            runtime.close()
+    assert best["foreign"] < 2 * best["own"], best
