@@ -193,6 +193,23 @@ def closed_inside(world: World) -> None:
             runtime.close()
 
 
+@torch.library.custom_op("delta_stress::in_python", mutates_args=())
+def _in_python(x: torch.Tensor) -> torch.Tensor:
+    return x * 2.0
+
+
+def ops_in_python(world: World) -> None:
+    """Run again to rebuild; what Python and numpy draw numbers from is put back around each."""
+    x, w = torch.linspace(0, 1, 4096), torch.linspace(0, 1, 4096).requires_grad_()
+    with world.runtime(policy="stress_drop_all", min_bytes=0) as runtime:
+        for _ in range(3):
+            loss = torch.zeros(())
+            for _ in range(6):
+                loss = loss + (_in_python(x).sin() * w).sum()
+            loss.backward()
+    runtime.close()
+
+
 PROGRAMS: tuple[Callable[[World], None], ...] = (
     steps,
     context,
@@ -201,6 +218,7 @@ PROGRAMS: tuple[Callable[[World], None], ...] = (
     in_and_out,
     disabled,
     closed_inside,
+    ops_in_python,
 )
 
 
