@@ -77,7 +77,10 @@ def _program(op: Callable[[Tensor], Tensor], how: str) -> Program:
                 told.append(most_threads())
                 if how == "fresh thread that chooses":
                     torch.set_num_threads(2)
+                # What an op has made, but not filled, is filled then: an op of its own.
+                torch.use_deterministic_algorithms(how == "fresh thread that fills")
                 loss.backward()
+                torch.use_deterministic_algorithms(False)
                 told.append(most_threads())
                 told.append(int((torch.ones(3, 3) @ torch.ones(3, 3)).sum()))
                 told.append(most_threads())
@@ -104,20 +107,29 @@ def _program(op: Callable[[Tensor], Tensor], how: str) -> Program:
     return program
 
 
-HOW = ["same thread", "fresh thread", "pool", "two threads in forward", "fresh thread that chooses"]
+HOW = [
+    "same thread",
+    "fresh thread",
+    "pool",
+    "two threads in forward",
+    "fresh thread that chooses",
+    "fresh thread that fills",
+]
+MODES = ["drop_all", "swap_all"]
 PROGRAMS = {
-    f"{op.__name__}, {how}": _program(op, how)
+    f"{op.__name__}, {how}, {mode}": (_program(op, how), mode)
     for op in OPS
     for how in (HOW if op is convolved else HOW[1:2])
+    for mode in (MODES if op is convolved else MODES[:1])
 }
 
 
 def main() -> None:
     found: dict[str, str] = {}
-    for name, program in PROGRAMS.items():
+    for name, (program, mode) in PROGRAMS.items():
         found[name] = ""
         try:
-            check(program, "drop_all")
+            check(program, mode)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
     json.dump(found, sys.stdout)
