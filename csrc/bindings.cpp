@@ -309,6 +309,18 @@ std::function<bool(void*, int64_t)> pinning_of(py::object callable) {
   };
 }
 
+// The sessions that listen, and all that have tensors saved: a closed one may.
+std::vector<c10::intrusive_ptr<Session>> all_that_hear(const py::list& listeners) {
+  auto heard = watching_sessions();
+  for (const auto& listener : listeners) {
+    auto session = listener.cast<c10::intrusive_ptr<Session>>();
+    if (std::find(heard.begin(), heard.end(), session) == heard.end()) {
+      heard.push_back(std::move(session));
+    }
+  }
+  return heard;
+}
+
 void bind_pool(py::module_& m) {
   auto pool = m.def_submodule("cpu_pool", "The CPU allocator with a capacity.");
   pool.def("install", &cpu_pool::install);
@@ -642,7 +654,7 @@ PYBIND11_MODULE(_C, m) {
       "The hash of all bytes of a tensor's storage on an accelerator, for tests.");
   m.def(
       "before_raw_access",
-      [](const py::object& object, bool writes, const py::list& listeners) {
+      [](const py::object& object, bool writes, int64_t loan, const py::list& listeners) {
         c10::Storage storage;
         if (THPVariable_Check(object.ptr())) {
           const auto& t = THPVariable_Unpack(object.ptr());
@@ -650,23 +662,27 @@ PYBIND11_MODULE(_C, m) {
         } else if (THPStorage_Check(object.ptr())) {
           storage = THPStorage_Unpack(object.ptr());
         }
-        auto heard = delta::watching_sessions();  // a closed one that has tensors saved is in there
-        for (const auto& listener : listeners) {
-          auto session = listener.cast<c10::intrusive_ptr<delta::Session>>();
-          if (std::find(heard.begin(), heard.end(), session) == heard.end()) {
-            heard.push_back(std::move(session));
-          }
-        }
+        const auto heard = delta::all_that_hear(listeners);
         if (storage) {
           for (const auto& session : heard) {
-            session->before_raw_access(storage, writes);
+            session->before_raw_access(storage, writes, loan);
           }
         }
         return !heard.empty();
       },
-      py::arg("tensor_or_storage"), py::arg("writes"), py::arg("listeners"),
+      py::arg("tensor_or_storage"), py::arg("writes"), py::arg("loan"), py::arg("listeners"),
       "Python code is about to get hold of its memory, or to write to it unseen. Tells these\n"
-      "sessions and all that have tensors saved. False: there were none.");
+      "sessions and all that have tensors saved. `loan` is a number for the array that it gets, "
+      "to\n"
+      "be given to take_back when that is gone; -1: there is none. False: nobody was told.");
+  m.def(
+      "take_back",
+      [](const std::vector<int64_t>& loans, const py::list& listeners) {
+        for (const auto& session : delta::all_that_hear(listeners)) {
+          session->take_back(loans);
+        }
+      },
+      py::arg("loans"), py::arg("listeners"), "The arrays of these loans are gone.");
   m.def(
       "any_watches", [] { return !delta::watching_sessions().empty(); },
       "Whether a session is entered or has tensors saved, closed or not.");

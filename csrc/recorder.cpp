@@ -267,16 +267,34 @@ class Taper {
       }
     }
     open_.depth = depth_ + 1;
-    for (Page* page : small_of_others_) {
-      if (page->bytes * kWorthACopy <= largest_) {
-        to_clone_.push_back(page->current);  // a copy now is cheaper than an error later
+    for (auto& value : small_of_others_) {
+      if (value->home != nullptr && value->bytes * kWorthACopy <= largest_) {
+        to_clone_.push_back(value);  // a copy now is cheaper than an error later
       } else {
-        page->tainted = true;  // a copy would take what recomputing from it gives
+        value->spoiled = true;  // a copy would take what recomputing from it gives
       }
+    }
+    if (writes_through_two_storages()) {
+      record_.repeats = false;
     }
   }
 
  private:
+  // Whether it uses memory through a storage that it writes to through another. Replay would give
+  // it memory of its own for each.
+  bool writes_through_two_storages() const {
+    for (const auto& w : open_.written) {
+      const Page& page = *w.page;
+      for (size_t i = 0; page.has_aliases && i < open_.inputs.size(); ++i) {
+        const Page& other = *open_.inputs[i];
+        if (&other != &page && other.lies_over(page.data, page.bytes)) {
+          return true;
+        }
+      }
+    }
+    return false;
+  }
+
   // Of collectives, which are never run again: only what they write matters.
   void list_of_lists(size_t argument, c10::ArrayRef<c10::IValue> lists) {
     for (const auto& each : lists) {
@@ -337,7 +355,7 @@ class Taper {
     Value& value = *page->current;
     if (page->unguarded && value.watched && !value.producer && !value.anchor &&
         page->bytes <= kMostCopiedBytes) {
-      small_of_others_.push_back(page);
+      small_of_others_.push_back(page->current);
     } else {
       largest_ = std::max(largest_, page->bytes);
     }
@@ -393,8 +411,9 @@ class Taper {
   OpRecord& record_;
   bool side_writes_hold_;
   ToClone& to_clone_;
-  c10::SmallVector<Page*, 2> small_of_others_;  // sources that others can write to
-  int64_t largest_ = 0;                         // of the op's other inputs, bytes
+  // Sources that others can write to.
+  c10::SmallVector<c10::intrusive_ptr<Value>, 2> small_of_others_;
+  int64_t largest_ = 0;  // of the op's other inputs, bytes
   int32_t depth_ = 0;
 };
 
@@ -864,7 +883,9 @@ void Session::take_written(OpenOp& open, bool unknown) {
     } else {
       const bool too_deep = open.depth > kMostDepth && !w.requires_grad;
       open.depth = w.requires_grad ? 0 : open.depth;
-      page.set_current(new_value(open, unknown || too_deep, page.bytes, true, w.argument, w.index));
+      const bool unseen = page.unguarded && !options_.device.is_cpu();  // by the next op that reads
+      page.set_current(
+          new_value(open, unknown || too_deep || unseen, page.bytes, true, w.argument, w.index));
     }
     if (w.has_counter) {
       page.take_version(w.counter);

@@ -176,6 +176,7 @@ void Session::begin_step() {
     device_evidence_->hashes.reserve(current_stream_id(options_.device));
   }
   Guard guard(*this);
+  end_loans();
   ++step_;
   step_begin_tick_ = tick_;
   next_key_ = 0;
@@ -251,7 +252,10 @@ Page* Session::page_of(const at::Tensor& t) {
     Page* page = entry->second.get();
     note_stream(*page);
     if (page->residency == Residency::Resident && was_moved(*page, *storage)) {
-      move_page(*page, *storage, t);
+      move_page(*page, t.storage());
+      if (counts) {
+        page->take_version(t.unsafeGetTensorImpl()->version_counter());
+      }
     } else if (counts && page->versions.moved(t.unsafeGetTensorImpl()->version_counter()) &&
                sabotage() != Sabotage::AliasVersionsUnseen) {
       spoil(*page, t);
@@ -284,8 +288,15 @@ Page& Session::new_source(const c10::Storage& storage) {
 }
 
 Page& Session::page_for(const c10::Storage& storage) {
-  Page* page = find_page(storage.unsafeGetStorageImpl());
-  return page != nullptr ? *page : new_source(storage);
+  auto* impl = storage.unsafeGetStorageImpl();
+  Page* page = find_page(impl);
+  if (page == nullptr) {
+    return new_source(storage);
+  }
+  if (page->residency == Residency::Resident && was_moved(*page, *impl)) {
+    move_page(*page, storage);
+  }
+  return *page;
 }
 
 // The page of what is about to be written to; null where no page can lie over that memory.
@@ -294,28 +305,18 @@ Page* Session::page_to_write(const at::Tensor& t) {
     return nullptr;
   }
   const c10::Storage& storage = t.storage();
-  Page* page = find_page(storage.unsafeGetStorageImpl());
-  if (page != nullptr || t.device() != options_.device || storage.nbytes() == 0) {
-    return page;
+  if (find_page(storage.unsafeGetStorageImpl()) != nullptr) {
+    return &page_for(storage);
+  }
+  if (t.device() != options_.device || storage.nbytes() == 0) {
+    return nullptr;
   }
   const bool shared = is_foreign(storage.data_ptr()) ||
-                      lies_over_unguarded(storage.data(), static_cast<int64_t>(storage.nbytes()));
+                      foreign_ranges_.meets(storage.data(), static_cast<int64_t>(storage.nbytes()));
   return shared ? &new_source(storage) : nullptr;
 }
 
 // ---------------------------------------------------------------- memory that others can write to
-
-namespace {
-
-bool overlap(const Page& page, const void* data, int64_t bytes) {
-  const auto* first = static_cast<const char*>(page.data);
-  const auto* second = static_cast<const char*>(data);
-  return first != nullptr && second != nullptr && first < second + bytes &&
-         second < first + page.bytes && page.residency == Residency::Resident &&
-         !page.weak.expired();
-}
-
-}  // namespace
 
 // Whether the memory is not the allocator's own.
 bool Session::is_foreign(const c10::DataPtr& data) const {
@@ -325,23 +326,98 @@ bool Session::is_foreign(const c10::DataPtr& data) const {
   return own_deleter_ != nullptr && data.get() != nullptr && data.get_deleter() != own_deleter_;
 }
 
-bool Session::lies_over_unguarded(const void* data, int64_t bytes) const {
-  return std::any_of(unguarded_.begin(), unguarded_.end(),
-                     [&](const auto& page) { return overlap(*page, data, bytes); });
-}
-
-void Session::set_unguarded(Page& page) {
-  if (!page.unguarded) {
-    page.unguarded = true;
-    unguarded_.push_back(c10::intrusive_ptr<Page>::reclaim_copy(&page));
+void Session::add_foreign(Page& page) {
+  if (!page.in_foreign) {
+    page.in_foreign = true;
+    foreign_.push_back(c10::intrusive_ptr<Page>::reclaim_copy(&page));
+  }
+  if (page.data != nullptr) {
+    foreign_ranges_.add(page.data, page.bytes);
   }
 }
 
-// Of a storage that is new here: do others hold its memory, or storages over the same memory?
+void Session::set_unguarded(Page& page, int64_t loan) {
+  if (loan == kForGood) {
+    page.loans = 0;
+  } else if (!page.unguarded || page.loans > 0) {
+    ++page.loans;
+    lent_[loan] = c10::intrusive_ptr<Page>::reclaim_copy(&page);
+  }
+  page.unguarded = true;
+}
+
+// The arrays of these loans are gone.
+void Session::take_back(const std::vector<int64_t>& loans) {
+  Guard guard(*this);
+  for (const int64_t loan : loans) {
+    auto entry = lent_.find(loan);
+    if (entry != lent_.end()) {
+      returned_.push_back(std::move(entry->second));
+      lent_.erase(entry);
+    }
+  }
+  end_loans();
+}
+
+// A page whose last array is gone is guarded again, as soon as no recipe starts from what it holds.
+void Session::end_loans() {
+  const auto has_ended = [](const c10::intrusive_ptr<Page>& page) {
+    if (page->loans > 1) {
+      --page->loans;
+      return true;
+    }
+    if (page->loans == 0 || page->weak.expired()) {
+      return true;
+    }
+    const Value& value = *page->current;
+    if (page->tickets > 0 || value.producer || page->current.use_count() > 1) {
+      return false;
+    }
+    page->loans = 0;
+    page->unguarded = false;
+    page->set_current(make_source(page->bytes));
+    return true;
+  };
+  returned_.erase(std::remove_if(returned_.begin(), returned_.end(), has_ended), returned_.end());
+}
+
+// Of a storage that is new here, or lies elsewhere now: do others hold its memory, or storages over
+// the same memory?
 void Session::find_owners(Page& page, const c10::DataPtr& data) {
-  if (page.bytes > 0 && sabotage() != Sabotage::ForeignMemoryTrusted &&
-      (is_foreign(data) || lies_over_unguarded(page.data, page.bytes))) {
+  if (page.bytes == 0 || sabotage() == Sabotage::ForeignMemoryTrusted) {
+    return;
+  }
+  if (is_foreign(data)) {
+    add_foreign(page);
     share_with_others(page);
+    for (auto& [storage, other] : pages_) {
+      link_if_aliases(page, *other);
+    }
+  } else if (page.data != nullptr && foreign_ranges_.meets(page.data, page.bytes)) {
+    for (size_t i = 0, n = foreign_.size(); i < n; ++i) {
+      link_if_aliases(page, *foreign_[i]);
+    }
+  }
+}
+
+// Notes it if both lie over the same memory.
+void Session::link_if_aliases(Page& page, Page& other) {
+  if (&page == &other || !other.lies_over(page.data, page.bytes)) {
+    return;
+  }
+  auto alive = other.weak.lock();
+  if (!alive) {
+    return;
+  }
+  const bool moved = was_moved(other, *alive);
+  thread_trash().take(c10::Storage(std::move(alive)));
+  if (moved) {
+    return;  // when it is used next its owners are looked for where it lies now
+  }
+  for (Page* each : {&page, &other}) {
+    each->has_aliases = true;
+    add_foreign(*each);
+    share_with_others(*each);
   }
 }
 
@@ -358,32 +434,38 @@ void Session::watch(Value& value, const void* data, int64_t bytes) const {
   }
 }
 
-// From here on the content of the page is looked at whenever an op reads it, and so is that of all
-// pages that lie over the same memory. What dropped pages need of them is to be copied now. On an
-// accelerator, where nobody can look, nothing is recomputed from them.
-void Session::share_with_others(Page& page, ToClone* to_clone) {
+// From here on the content of the page is looked at whenever an op reads it. What dropped pages
+// need of it is to be copied now. On an accelerator, where nobody can look, it is unknown.
+void Session::share_with_others(Page& page, int64_t loan, ToClone* to_clone) {
   if (options_.device.is_cpu() && !watches()) {
     return;
   }
-  const bool known = page.unguarded;
-  const auto take = [&](Page& each) {
-    set_unguarded(each);
-    if (to_clone != nullptr && needs_clone(each)) {
-      to_clone->push_back(each.current);
-    }
-    if (!each.current->watched && !each.unread && each.residency == Residency::Resident) {
-      watch(*each.current, each.data, each.bytes);
-    }
-  };
-  take(page);
-  if (known && !page.has_aliases) {
-    return;  // those that came later would have said so
+  set_unguarded(page, loan);
+  if (to_clone != nullptr) {
+    const auto keep = [&](Page& each) {
+      if (needs_clone(each)) {
+        to_clone->push_back(each.current);
+      }
+    };
+    keep(page);
+    for_each_alias(page, keep);
   }
-  for (auto& [storage, other] : pages_) {
-    if (other.get() != &page && overlap(*other, page.data, page.bytes)) {
-      take(*other);
-      other->has_aliases = page.has_aliases = true;
-    }
+  if (!options_.device.is_cpu()) {
+    forget_content(page);
+  } else if (!page.current->watched && !page.unread && page.residency == Residency::Resident &&
+             !nothing_is_saved_at_rest()) {
+    watch(*page.current, page.data, page.bytes);
+  }
+}
+
+// What a step finds when it begins is taken as it is.
+bool Session::nothing_is_saved_at_rest() const { return resting_ && managed_.empty(); }
+
+// From here on the page holds something that no recorded op made.
+void Session::forget_content(Page& page) {
+  page.set_current(make_source(page.bytes));
+  if (page.tickets > 0) {
+    emit(EventKind::Inadmissible, &page, page.bytes, 0);
   }
 }
 
@@ -393,28 +475,27 @@ void Session::before_write_of_others(Page& page, ToClone& to_clone) {
     if (needs_clone(other)) {
       to_clone.push_back(other.current);
     }
+    forget_content(other);
   });
 }
 
 // They were written to through this page, and what lay there is gone.
 void Session::spoil_others(Page& page) {
-  for_each_alias(page, [&](Page& other) { spoil_anchor(other); });
+  for_each_alias(page, [&](Page& other) {
+    spoil_anchor(other);
+    forget_content(other);
+  });
 }
 
-// Calls `act` with each other page over the same memory, whose content is unknown from then on.
+// Calls `act` with each other page over the same memory.
 template <class Act>
 void Session::for_each_alias(Page& page, const Act& act) {
   if (!page.has_aliases) {
     return;
   }
-  for (auto& other : unguarded_) {
-    if (other.get() == &page || !overlap(*other, page.data, page.bytes)) {
-      continue;
-    }
-    act(*other);
-    other->set_current(make_source(other->bytes));
-    if (other->tickets > 0) {
-      emit(EventKind::Inadmissible, other.get(), other->bytes, 0);
+  for (auto& other : foreign_) {
+    if (other.get() != &page && other->lies_over(page.data, page.bytes)) {
+      act(*other);
     }
   }
 }
@@ -428,12 +509,9 @@ bool Session::holds(const Value& value, const c10::StorageImpl& storage) const {
 }
 
 // An op is about to read the page: is what lies there what we think? On an accelerator nobody can
-// look: what others may have written to is not what its producer made.
+// look.
 void Session::check_content(Page& page, const at::Tensor& t) {
   if (!options_.device.is_cpu()) {
-    if (page.unguarded && page.current->producer) {
-      set_unknown_content(page, t);
-    }
     return;
   }
   auto* storage = storage_of(t);
@@ -453,7 +531,8 @@ void Session::check_content(Page& page, const at::Tensor& t) {
 
 // Whether the storage's bytes lie elsewhere than they did, or are more or fewer.
 bool Session::was_moved(const Page& page, const c10::StorageImpl& storage) const {
-  if (page.data == nullptr ||
+  const bool unknown = page.data == nullptr && page.bytes > 0;  // see look_at
+  if (unknown ||
       (storage.data() == page.data && static_cast<int64_t>(storage.nbytes()) == page.bytes)) {
     return false;
   }
@@ -461,29 +540,36 @@ bool Session::was_moved(const Page& page, const c10::StorageImpl& storage) const
 }
 
 // Code that the dispatcher does not see gave the storage other memory: it is another storage.
-void Session::move_page(Page& page, const c10::StorageImpl& storage, const at::Tensor& t) {
-  page.look_at(storage);
+void Session::move_page(Page& page, const c10::Storage& storage) {
+  page.look_at(*storage.unsafeGetStorageImpl());
   page.resized = true;
-  spoil(page, t);
+  spoil_anchor(page);
+  page.versions.clear();
+  forget_content(page);
+  if (!page.unread) {
+    note_first_use(page, storage);
+  }
+  find_owners(page, storage.data_ptr());
 }
 
 // Python code is about to get hold of a storage's memory, or to write to it past the dispatcher.
-void Session::before_raw_access(const c10::Storage& storage, bool writes) {
+// `loan` names the array that it gets; kForGood: what it gets is not an array, and may be kept.
+void Session::before_raw_access(const c10::Storage& storage, bool writes, int64_t loan) {
   if (storage.device() != options_.device || sabotage() == Sabotage::RawWritesUnseen) {
     return;
   }
   ToClone to_clone;
   {
     Guard guard(*this);
-    if (resting_ && managed_.empty() && writes) {
-      return;  // nothing is saved, and what a step finds when it begins is taken as it is
+    if (writes && nothing_is_saved_at_rest()) {
+      return;
     }
     sweep_if_due();  // where ops of a step do not
     Page& page = page_for(storage);
     if (writes) {
       before_write_unseen(page, to_clone);
     } else {
-      share_with_others(page, &to_clone);
+      share_with_others(page, loan, &to_clone);
     }
   }
   if (!to_clone.empty()) {
@@ -502,11 +588,13 @@ void Session::note_stream(Page& page) const {
   page.stream = stream;
 }
 
-// Of a source that no op has used before.
+// Of a source that no op has used before, or that lies elsewhere now.
 void Session::note_first_use(Page& page, const c10::Storage& storage) {
   page.unread = false;
-  if (options_.device.is_cpu() && page.bytes > 0 && !cpu_pool::owns(storage.data_ptr())) {
-    charge_uncounted(page, page.bytes);
+  const int64_t bytes =
+      options_.device.is_cpu() && !cpu_pool::owns(storage.data_ptr()) ? page.bytes : 0;
+  if (bytes != page.uncounted_bytes) {
+    charge_uncounted(page, bytes);
   }
 }
 
@@ -526,22 +614,14 @@ void Session::set_budget(int64_t bytes) {
   }
 }
 
-// From here on the page holds something that no recorded op made.
-void Session::set_unknown_content(Page& page, const at::Tensor& t) {
-  page.set_current(make_source(page.bytes));
-  if (version_of(t) >= 0) {
-    page.take_version(t.unsafeGetTensorImpl()->version_counter());
-  }
-  if (page.tickets > 0) {
-    emit(EventKind::Inadmissible, &page, page.bytes, 0);
-  }
-}
-
 // Something wrote to the page that we did not see. Recipes that start from its former content are
 // lost: rebuilding them raises, and what is still there is not dropped any more.
 void Session::spoil(Page& page, const at::Tensor& t) {
   spoil_anchor(page);
-  set_unknown_content(page, t);
+  forget_content(page);
+  if (version_of(t) >= 0) {
+    page.take_version(t.unsafeGetTensorImpl()->version_counter());
+  }
 }
 
 void Session::spoil_anchor(Page& page) {
@@ -586,12 +666,9 @@ void Session::before_write_unseen(Page& page, ToClone& to_clone) {
   if (needs_clone(page)) {
     to_clone.push_back(page.current);
   }
-  page.set_current(make_source(page.bytes));
   page.versions
       .clear();  // whose counter will count this write is not known: `.data` has one of its own
-  if (page.tickets > 0) {
-    emit(EventKind::Inadmissible, &page, page.bytes, 0);
-  }
+  forget_content(page);
   before_write_of_others(page, to_clone);
 }
 
@@ -743,7 +820,14 @@ void Session::sweep() {
     }
   }
   const auto is_over = [](const auto& page) { return page->tickets == 0 && page->weak.expired(); };
-  unguarded_.erase(std::remove_if(unguarded_.begin(), unguarded_.end(), is_over), unguarded_.end());
+  const auto rest = std::remove_if(foreign_.begin(), foreign_.end(), is_over);
+  if (rest != foreign_.end()) {
+    foreign_.erase(rest, foreign_.end());
+    foreign_ranges_.clear();
+    for (const auto& page : foreign_) {
+      add_foreign(*page);
+    }
+  }
   // Only now: the pages that went may have been the last to reach these.
   if (!has_anchors_) {
     return;

@@ -27,6 +27,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "address_ranges.h"
 #include "device_evidence.h"
 #include "host_memory.h"
 #include "lanes.h"
@@ -211,6 +212,8 @@ constexpr int64_t kMostWatchedBytes = int64_t{1} << 30;
 constexpr int64_t kMostCopiedBytes = 256 * 1024;
 constexpr int64_t kWorthACopy = 8;
 
+constexpr int64_t kForGood = -1;  // no loan: whoever got the memory may keep it
+
 constexpr size_t kMostTraceRows = 1 << 20;  // of one step
 
 enum class TraceKind : int64_t { Op = 0, Rebuild = 1, CopyOut = 2, CopyIn = 3 };
@@ -359,7 +362,8 @@ struct Session : c10::intrusive_ptr_target {
   void set_budget(int64_t bytes);
   void mark_written(const at::Tensor& t);
   void prepare_write(const at::Tensor& t);
-  void before_raw_access(const c10::Storage& storage, bool writes);
+  void before_raw_access(const c10::Storage& storage, bool writes, int64_t loan);
+  void take_back(const std::vector<int64_t>& loans);  // their arrays are gone
   void forget_past();
   void watch_threads();  // from now on, until nothing is saved any more and the session is left
   void end_watch();
@@ -496,7 +500,7 @@ struct Session : c10::intrusive_ptr_target {
   bool storage_alive(const Value& v) const;
   c10::Storage storage_there(const Value& v) const;  // holding this content; empty: nowhere
   bool content_unchanged(const Page& page) const;
-  void set_unknown_content(Page& page, const at::Tensor& t);
+  void forget_content(Page& page);
   void spoil(Page& page, const at::Tensor& t);
   void before_write(Page& page, const at::Tensor& t, ToClone& to_clone);
   void before_write_unseen(Page& page, ToClone& to_clone);
@@ -505,11 +509,14 @@ struct Session : c10::intrusive_ptr_target {
   Page* page_to_write(const at::Tensor& t);
   void find_owners(Page& page, const c10::DataPtr& data);
   bool is_foreign(const c10::DataPtr& data) const;
-  bool lies_over_unguarded(const void* data, int64_t bytes) const;
-  void set_unguarded(Page& page);
+  void add_foreign(Page& page);
+  void set_unguarded(Page& page, int64_t loan = kForGood);
+  void end_loans();
   bool watches() const;
   void watch(Value& value, const void* data, int64_t bytes) const;
-  void share_with_others(Page& page, ToClone* to_clone = nullptr);
+  void share_with_others(Page& page, int64_t loan = kForGood, ToClone* to_clone = nullptr);
+  void link_if_aliases(Page& page, Page& other);
+  bool nothing_is_saved_at_rest() const;
   void before_write_of_others(Page& page, ToClone& to_clone);
   void spoil_others(Page& page);
   template <class Act>
@@ -518,7 +525,7 @@ struct Session : c10::intrusive_ptr_target {
   bool holds(const Value& value, const c10::StorageImpl& storage) const;
   void check_content(Page& page, const at::Tensor& t);
   bool was_moved(const Page& page, const c10::StorageImpl& storage) const;
-  void move_page(Page& page, const c10::StorageImpl& storage, const at::Tensor& t);
+  void move_page(Page& page, const c10::Storage& storage);
   void emit(EventKind kind, const Page* page, int64_t bytes, double seconds, int64_t key = -1,
             int reason = 0);
   void charge_uncounted(Page& page, int64_t bytes);
@@ -584,8 +591,14 @@ struct Session : c10::intrusive_ptr_target {
   std::unordered_map<uint64_t, Evidence> evidence_;
   std::mt19937_64 evidence_random_;
   std::unique_ptr<DeviceEvidence> device_evidence_;  // of an accelerator
-  std::vector<c10::intrusive_ptr<Page>> unguarded_;  // pages that others may write to unseen
-  c10::DeleterFnPtr own_deleter_ = nullptr;          // of what its allocator allocates
+  // Pages of memory that is not the allocator's own, and those of its own that such memory lies
+  // over: no others can have memory in common.
+  std::vector<c10::intrusive_ptr<Page>> foreign_;
+  AddressRanges foreign_ranges_;  // of those, and perhaps of some that are gone
+  ska::flat_hash_map<int64_t, c10::intrusive_ptr<Page>> lent_;  // to arrays that are alive
+  std::vector<c10::intrusive_ptr<Page>>
+      returned_;                              // one for each array that is gone; see end_loans
+  c10::DeleterFnPtr own_deleter_ = nullptr;   // of what its allocator allocates
   std::unordered_set<uint64_t> unswappable_;  // keys of values whose copies came back different
   std::string verdict_;  // of a step that is over, where nobody could be told yet
   std::atomic<bool> has_verdict_{false};

@@ -114,6 +114,13 @@ void Page::look_at(const c10::StorageImpl& storage) {
   data = lazy ? nullptr : storage.data_ptr().get();
 }
 
+bool Page::lies_over(const void* other, int64_t other_bytes) const {
+  const auto* first = static_cast<const char*>(data);
+  const auto* second = static_cast<const char*>(other);
+  return first != nullptr && second != nullptr && first < second + other_bytes &&
+         second < first + bytes && residency == Residency::Resident && !weak.expired();
+}
+
 namespace {
 
 // Two counters are one if they share their count: the only member is the pointer to it.

@@ -110,7 +110,7 @@ struct Value : c10::intrusive_ptr_target, Pooled<Value> {
   Page* home = nullptr;                   // the page that holds this content now, if any does
   c10::Storage anchor;                    // see Note, rule 3
   bool input = false;                     // existed before any op of this step touched it
-  bool spoiled = false;                   // its anchor was overwritten unseen
+  bool spoiled = false;                   // nothing is recomputed from it any more
   bool watched = false;                   // `hash` is of its content: see Note, rule 5
   int32_t depth = 0;                      // ops behind it since something that is kept anyway
   uint64_t sequence = 0;                  // as `fingerprint`, but of the ops' names alone
@@ -214,6 +214,8 @@ struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   Residency residency = Residency::Resident;
   bool unguarded = false;    // others may write to its memory unseen
   bool has_aliases = false;  // there are pages of other storages over the same memory
+  bool in_foreign = false;   // it is in Session::foreign_
+  int32_t loans = 0;         // arrays that it is unguarded for; 0: it is so for good, if it is
   bool unread = false;       // no op has used it yet: it is neither charged nor watched
   bool tainted = false;  // a recipe that read it came out different: nothing is recomputed from it
   bool resized = false;  // its memory comes and goes: nothing is recomputed from what lies there
@@ -258,6 +260,7 @@ struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   void set_current(c10::intrusive_ptr<Value> value);
   void take_version(const c10::VariableVersion& counter);  // as that of its content now
   void look_at(const c10::StorageImpl& storage);           // how many bytes it has, and where
+  bool lies_over(const void* data, int64_t bytes) const;   // any of these
 };
 
 inline c10::StorageImpl* storage_of(const at::Tensor& t) {

@@ -3,8 +3,10 @@
 Covers the methods that write to a tensor without an op (`apply_`, `map_`, those of storages) and the ones
 that hand its memory to others who may write to it (`numpy`, `__array__`, DLPack, slices of a storage). From
 the first time that a runtime is entered until it is closed, and nothing that it saved is left, they tell it
-first; what they do is unchanged. (Not from step to step: each change of a class costs all that uses it.) Not
-covered: code that has the address of a tensor (`data_ptr`, C++ extensions, ctypes, consumers of
+first; what they do is unchanged. (Not from step to step: each change of a class costs all that uses it.)
+An array is a loan: when it is gone, nobody can write through it any more.
+
+Not covered: code that has the address of a tensor (`data_ptr`, C++ extensions, ctypes, consumers of
 `__dlpack_c_exchange_api__`). What such code changes is found by evidence, or told by
 `delta_runtime.mark_written`.
 """
@@ -12,22 +14,30 @@ covered: code that has the address of a tensor (`data_ptr`, C++ extensions, ctyp
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils.dlpack
 
 from delta_runtime.extension import _C
 
 _WRITERS = ("apply_", "map_", "map2_")
-_SHARERS = ("numpy", "__array__", "__dlpack__")
+_LENDERS = ("numpy", "__array__")
 _STORAGE_WRITERS = ("fill_", "copy_", "byteswap", "resize_", "__setitem__", "_set_from_file")
 
 _lock = threading.RLock()
 _listeners: list[weakref.ref[Any]] = []
+_FOR_GOOD = -1  # no loan
+_loans = itertools.count()
+_lent: list[tuple[weakref.ref[Any] | None, int]] = []
+"""Each array that was handed out, and the number of its loan. None: it never came to be."""
+_FEWEST_TO_LOOK_THROUGH = 512
+_look_through_at = _FEWEST_TO_LOOK_THROUGH
 # No WeakSet: its callbacks run Python code whenever a session dies, and what a signal handler raises in
 # there is lost.
 _originals: list[tuple[Any, str, Any, Any]] = []
@@ -63,11 +73,34 @@ def _forget(session: Any) -> None:
     _listeners[:] = [each for each in _listeners if each() not in (None, session)]
     if not _listeners and not _C.any_watches():
         _remove()
+        _lent.clear()
 
 
-def _tell(tensor_or_storage: Any, *, writes: bool) -> None:
-    listeners = [session for listener in tuple(_listeners) if (session := listener()) is not None]
-    if not _C.before_raw_access(tensor_or_storage, writes, listeners):
+def take_back() -> None:
+    """Tell of the arrays that are gone by now."""
+    global _look_through_at
+    if not _lent:
+        return
+    with _lock:
+        looked_at = _lent[:]
+        del _lent[: len(looked_at)]  # other threads may add to it
+        gone = []
+        for array, loan in looked_at:
+            if array is None or array() is None:
+                gone.append(loan)
+            else:
+                _lent.append((array, loan))
+        _look_through_at = max(_FEWEST_TO_LOOK_THROUGH, 2 * len(_lent))
+    if gone:
+        _C.take_back(gone, _that_listen())
+
+
+def _that_listen() -> list[Any]:
+    return [session for listener in tuple(_listeners) if (session := listener()) is not None]
+
+
+def _tell(tensor_or_storage: Any, *, writes: bool, loan: int = _FOR_GOOD) -> None:
+    if not _C.before_raw_access(tensor_or_storage, writes, loan, _that_listen()):
         with _lock:
             _forget(None)
 
@@ -91,6 +124,32 @@ def _wrap(owner: Any, name: str, *, writes: bool, where: Callable[..., bool] = _
             _tell(self, writes=writes)
         return original(self, *args, **kwargs)
 
+    _put(owner, name, original, method)
+
+
+def _wrap_lender(owner: Any, name: str) -> None:
+    """Tells before an array is made, and remembers that."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loan = next(_loans)
+        _tell(self, writes=False, loan=loan)
+        try:
+            array = original(self, *args, **kwargs)
+        except BaseException:
+            _lent.append((None, loan))
+            raise
+        if isinstance(array, np.ndarray):  # what else a subclass may return has it for good
+            _lent.append((weakref.ref(array), loan))
+        if len(_lent) >= _look_through_at:
+            take_back()
+        return array
+
+    _put(owner, name, original, method)
+
+
+def _put(owner: Any, name: str, original: Any, method: Any) -> None:
     _originals.append((owner, name, original if name in vars(owner) else None, method))
     setattr(owner, name, method)
 
@@ -98,8 +157,9 @@ def _wrap(owner: Any, name: str, *, writes: bool, where: Callable[..., bool] = _
 def _install() -> None:
     for name in _WRITERS:
         _wrap(torch.Tensor, name, writes=True)
-    for name in _SHARERS:
-        _wrap(torch.Tensor, name, writes=False)
+    for name in _LENDERS:
+        _wrap_lender(torch.Tensor, name)
+    _wrap(torch.Tensor, "__dlpack__", writes=False)
     for name in _STORAGE_WRITERS:
         _wrap(torch.UntypedStorage, name, writes=True)
     _wrap(torch.UntypedStorage, "__getitem__", writes=False, where=_is_slice)

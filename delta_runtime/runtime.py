@@ -551,6 +551,7 @@ class Runtime:
         went_on = self._last is not None and self._last.managed_unpacks > 0
         self._logged = self._known.wants_log(missed=missed, went_on=went_on)
         self._session.set_logging(self._logged)
+        raw_access.take_back()
         self._session.begin_step()
         self._step_begin_s = time.perf_counter()
         if self.device.type == "cpu":

@@ -604,3 +604,30 @@ def test_what_others_may_have_written_to_is_not_made_again_by_its_producer(devic
             loss.backward()
         assert torch.equal(w.grad, right), step
     runtime.close()
+
+
+@pytest.mark.parametrize("gone", [True, False], ids=["dropped before", "dropped since"])
+def test_what_was_read_before_others_could_write_to_it(device, controls, gone):
+    """Its producer makes it again; what lies there now is somebody else's."""
+    if not controls.simulated:
+        pytest.skip("the host cannot write to a real device by address")
+    w = torch.linspace(0.1, 1, ELEMENTS).to(device).requires_grad_()
+    x = torch.linspace(0.1, 1, ELEMENTS).to(device)
+    runtime = runtime_on(device, "stress_drop_all")
+    for step in range(8):
+        w.grad = None
+        right = (x * (1.0 + step)).sin()
+        with runtime.step():
+            m = x * (1.0 + step)
+            loss = (m.sin() * w).sum()
+            if gone:
+                torch.ones(4, device=device).add(1)
+            part = m.untyped_storage()[: m.nbytes]
+            if step > 4:
+                torch.accelerator.synchronize()
+                ctypes.memset(part.data_ptr(), 62, part.nbytes())
+            torch.ones(4, device=device).add(1)
+            loss.backward()
+        assert torch.equal(w.grad, right), step
+    assert counters(runtime)["drops"] >= 8
+    runtime.close()

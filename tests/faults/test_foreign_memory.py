@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import threading
@@ -536,6 +537,68 @@ def test_memory_that_no_op_has_used_is_not_charged() -> None:
     runtime.close()
 
 
+@by_every_alias
+def test_one_op_writes_to_one_memory_through_two_storages(alias: Alias) -> None:
+    """Each would get memory of its own if the op were run again. It begins when nothing is compared any more."""
+    w, x = leaf(N, N), constant(N, N)
+
+    def forward(step: int) -> Tensor:
+        with torch.no_grad():
+            a, another, large = x * (1.0 + step), x * 1.0, torch.ones(16 * N * N)
+            b = alias(a if step >= LATE else another)
+            torch._foreach_add_([a, b, large], 1.0)
+            del b, another
+            c = a * 1.0
+        loss = (c.sin() * w).sum()
+        boundary()
+        with torch.no_grad():
+            a.zero_()
+        return loss
+
+    def gradients(runtime: delta.Runtime | None) -> list[Tensor]:
+        got = []
+        for step in range(LATE + 4):
+            w.grad = None
+            with runtime.step() if runtime else contextlib.nullcontext():
+                loss = forward(step)
+                boundary()
+                loss.backward()
+            assert w.grad is not None
+            got.append(w.grad)
+        return got
+
+    expected = gradients(None)
+    runtime = delta.Runtime("100%", device="cpu", policy="stress_drop_all")
+    assert all(map(torch.equal, gradients(runtime), expected))
+    assert runtime._session.counters()["drops"] >= LATE
+    runtime.close()
+
+
+@pytest.mark.parametrize("mode", ["drop_all", "random"])
+def test_a_small_array_is_read_and_written_by_one_op(mode: str) -> None:
+    """The op reads one tensor over it, and writes its result to another."""
+
+    def program() -> Step:
+        w = leaf(N)
+        large = torch.linspace(-0.1, 0.1, N * N).view(N, N)
+        first = np.linspace(0.1, 1, N).astype(np.float32)
+        array = first.copy()
+        read, written = torch.from_numpy(array), torch.from_numpy(array)
+
+        def step(k: int) -> list[Tensor]:
+            array[:] = first
+            with torch.no_grad():
+                torch.mv(large * (1.0 + k), read, out=written)
+            loss = ((read * 2).sin() * w).sum() + (w * 2.0).exp().sin().sum()
+            boundary()
+            loss.backward()
+            return [loss.detach(), *taken(w)]
+
+        return step
+
+    check(program, mode)
+
+
 @pytest.mark.timeout(120)
 def test_one_foreign_input_does_not_make_all_others_slow() -> None:
     """Which tensors lie over its memory is not found out by looking through all that there are."""
@@ -562,3 +625,29 @@ def test_one_foreign_input_does_not_make_all_others_slow() -> None:
                 best[kind] = min(best[kind], time.perf_counter() - begin)
             runtime.close()
     assert best["foreign"] < 2 * best["own"], best
+
+
+@pytest.mark.timeout(120)
+def test_foreign_parameters_do_not_make_an_optimizer_slow() -> None:
+    """Its state is memory that no recorded op has seen; whether that lies over a parameter's is found at once."""
+    n = 3000
+    kinds: dict[str, Callable[[], Tensor]] = {
+        "own": lambda: torch.ones(4),
+        "foreign": lambda: torch.from_numpy(np.ones(4, dtype=np.float32)),
+    }
+    best = dict.fromkeys(kinds, float("inf"))
+    for kind, make in kinds.items():
+        parameters = [make().requires_grad_() for _ in range(n)]
+        optimizer = torch.optim.Adam(parameters, foreach=False)
+        with delta.Runtime("100%", device="cpu") as runtime:
+            for _ in range(3):
+                h = torch.ones(4)
+                for parameter in parameters:
+                    h = h + parameter
+                h.sum().backward()
+                begin = time.perf_counter()
+                optimizer.step()
+                best[kind] = min(best[kind], time.perf_counter() - begin)
+                optimizer.zero_grad()
+        runtime.close()
+    assert best["foreign"] < 3 * best["own"], best

@@ -6,9 +6,11 @@ is left; after it the value is kept, and the following steps are ordinary ones.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import io
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -482,6 +484,124 @@ def test_an_array_taken_between_steps_and_written_to_in_a_late_one() -> None:
                 loss.backward()
             assert torch.equal(w.grad, expected), (known, step)
         runtime.close()
+
+
+@pytest.mark.parametrize("where", ["between steps", "in a step"])
+def test_weights_are_recomputed_from_again_when_arrays_of_them_are_gone(where: str) -> None:
+    """As where somebody logs their norms: with all arrays gone nobody can write to them."""
+    w = leaf(N, N)
+    runtime = delta.Runtime("100%", device="cpu", policy="stress_drop_all")
+    drops = []
+
+    def norm() -> float:
+        first, second = w.detach().numpy(), np.asarray(w.detach())
+        return float(np.linalg.norm(first[1:]) + second.sum())
+
+    for step in range(8):
+        before = runtime._session.counters()["drops"]
+        with runtime.step():
+            if step == 3 and where == "in a step":
+                norm()
+            ((w * 2.0).sin().cos() * w).sum().backward()
+        drops.append(runtime._session.counters()["drops"] - before)
+        if step == 3 and where == "between steps":
+            norm()
+    assert set(drops[4:]) == {drops[0]} and drops[0] > 0, drops
+    runtime.close()
+
+
+def test_a_part_of_an_array_keeps_the_weights_watched() -> None:
+    """The array has gone, but not what was cut out of it; that is written to when nothing is compared any more."""
+    w, x = leaf(N, N), constant(N, N)
+    part = x.numpy()[1:, 3]
+    runtime = delta.Runtime("100%", device="cpu", policy="stress_drop_all")
+    for step in range(10):
+        if step == 2:
+            part = x.numpy()[1:][:, 3]
+            gc.collect()
+        w.grad = None
+        x.fill_(0.5)
+        expected = (x * (1.0 + step)).exp()
+        with runtime.step():
+            loss = ((x * (1.0 + step)).exp() * w).sum()
+            boundary()
+            if step >= 4:
+                part[:] = 0.25
+            loss.backward()
+        assert torch.equal(w.grad, expected), step
+    runtime.close()
+
+
+def test_an_array_that_is_never_made() -> None:
+    """`numpy()` of what needs a gradient is an error: nothing was lent."""
+    w = leaf(N, N)
+    runtime = delta.Runtime("100%", device="cpu", policy="stress_drop_all")
+    drops = []
+    for step in range(6):
+        before = runtime._session.counters()["drops"]
+        with runtime.step():
+            if step == 2:
+                with pytest.raises(RuntimeError, match="requires grad"):
+                    w.numpy()
+            ((w * 2.0).sin().cos() * w).sum().backward()
+        drops.append(runtime._session.counters()["drops"] - before)
+    assert set(drops[3:]) == {drops[0]} and drops[0] > 0, drops
+    runtime.close()
+
+
+@pytest.mark.timeout(120)
+def test_many_arrays_taken_between_steps_are_cheap() -> None:
+    """What one costs does not grow with how many there are."""
+    w, best = leaf(N, N), {}
+    runtime = delta.Runtime("100%", device="cpu")
+    with runtime.step():
+        (w.sin() * w).sum().backward()
+    for many in (4000, 16000):
+        best[many] = float("inf")
+        for _ in range(3):
+            rows = [torch.ones(4) for _ in range(many)]
+            begin = time.perf_counter()
+            arrays = [row.numpy() for row in rows]
+            best[many] = min(best[many], (time.perf_counter() - begin) / many)
+            del arrays, rows
+    runtime.close()
+    assert best[16000] < 2.5 * best[4000], best
+
+
+@pytest.mark.parametrize("where", ["between steps", "in a step"])
+def test_an_array_of_memory_that_was_moved(where: str) -> None:
+    """`share_memory_` gives a tensor other memory; what lay at the old address may be gone.
+
+    In the middle of a step that is an error, if something that was dropped needs what lay there.
+    """
+    n = 1 << 20
+    w, x = leaf(n), torch.linspace(0.1, 1, n)
+
+    def move() -> None:
+        x.share_memory_()
+        x.numpy()
+
+    loud = []
+    with contextlib.closing(
+        delta.Runtime("100%", device="cpu", policy="stress_drop_all")
+    ) as runtime:
+        for step in range(6):
+            w.grad = None
+            expected = (x * (1.0 + step)).sin()
+            try:
+                with runtime.step():
+                    loss = ((x * (1.0 + step)).sin() * w).sum()
+                    boundary()
+                    if step == 3 and where == "in a step":
+                        move()
+                    loss.backward()
+            except delta.InplaceModification:
+                loud.append(step)
+                continue
+            if step == 3 and where == "between steps":
+                move()
+            assert w.grad is not None and torch.equal(w.grad, expected), step
+    assert loud == ([3] if where == "in a step" else [])
 
 
 def test_a_write_through_a_slice_of_a_storage_that_begins_to_come_late() -> None:
