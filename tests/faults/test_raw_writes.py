@@ -574,7 +574,7 @@ def test_an_array_of_memory_that_was_moved(where: str) -> None:
 
     In the middle of a step that is an error, if something that was dropped needs what lay there.
     """
-    n = 1 << 20
+    n = 1 << 22
     w, x = leaf(n), torch.linspace(0.1, 1, n)
 
     def move() -> None:
