@@ -63,7 +63,7 @@ def test_others_are_never_left_alone(cost: StepCost, settled: bool) -> None:
 def test_what_entering_and_leaving_take_counts() -> None:
     """Of a step of a few milliseconds it is much, and no clock inside of the step shows it."""
     short = replace(TINY_OPS, ops=100, seconds=0.0042)
-    times = {around_s: 0 for around_s in (0.0, 0.001)}
+    times = dict.fromkeys((0.0, 0.001), 0)
     for around_s in times:
         cost = replace(short, around_s=around_s)
         times[around_s] = sum(course(StandingAside(), cost, alone_s=0.003, steps=40))
