@@ -873,7 +873,7 @@ void Session::take_written(OpenOp& open, bool unknown) {
     if (!storage) {
       continue;
     }
-    page.look_at(*storage);
+    look_again(page, *storage);
     if (open.info->write_of(static_cast<size_t>(w.argument)) == Write::Scratch) {
       // Statistics written on the side are never made again: a source from here on.
       auto value = c10::make_intrusive<Value>();

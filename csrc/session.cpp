@@ -539,9 +539,18 @@ bool Session::was_moved(const Page& page, const c10::StorageImpl& storage) const
   return sabotage() != Sabotage::ResizesUnseen;
 }
 
+// Of a page that may be managed.
+void Session::look_again(Page& page, const c10::StorageImpl& storage) {
+  const int64_t before = page.bytes;
+  page.look_at(storage);
+  if (page.candidate >= 0) {
+    managed_resident_bytes_ += page.bytes - before;
+  }
+}
+
 // Code that the dispatcher does not see gave the storage other memory: it is another storage.
 void Session::move_page(Page& page, const c10::Storage& storage) {
-  page.look_at(*storage.unsafeGetStorageImpl());
+  look_again(page, *storage.unsafeGetStorageImpl());
   page.resized = true;
   spoil_anchor(page);
   page.versions.clear();

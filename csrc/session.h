@@ -526,6 +526,7 @@ struct Session : c10::intrusive_ptr_target {
   void check_content(Page& page, const at::Tensor& t);
   bool was_moved(const Page& page, const c10::StorageImpl& storage) const;
   void move_page(Page& page, const c10::Storage& storage);
+  void look_again(Page& page, const c10::StorageImpl& storage);
   void emit(EventKind kind, const Page* page, int64_t bytes, double seconds, int64_t key = -1,
             int reason = 0);
   void charge_uncounted(Page& page, int64_t bytes);

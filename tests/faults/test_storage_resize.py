@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import weakref
 from collections.abc import Callable
 
@@ -490,3 +492,22 @@ def test_a_tensor_of_which_nobody_knows_what_autograd_holds(
         return step
 
     check(program, mode, steps=STEPS, may_be_loud=True)
+
+
+def test_saved_memory_that_grew_is_counted_as_it_is() -> None:
+    """What was managed is less by as much when it goes as it had become."""
+    w = torch.ones(N, N, requires_grad=True)
+    with delta.Runtime("100%", device="cpu", min_bytes=0) as runtime:
+        x = w * 2
+        loss = (x.sin() * w).sum()
+        storage = x.untyped_storage()
+        storage.resize_(0)
+        storage.resize_(8 * N * N)
+        with torch.no_grad():
+            x.fill_(1.0)
+        with contextlib.suppress(RuntimeError):
+            loss.backward()
+        del loss, storage, x
+        gc.collect()
+        assert runtime._session.counters()["managed_resident_bytes"] == 0
+    runtime.close()
