@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import delta_runtime as delta
 from tests.faults.collective_programs import process_group
 from tests.faults.harness import (
     N,
