@@ -579,6 +579,7 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
       // here on: its content is not known any more.
       note_writes(*info, inputs, to_clone);
     }
+    take_newly_shared(to_clone);
   }
   open.record = std::move(record);
   if (!to_clone.empty()) {
@@ -615,6 +616,7 @@ void Session::note_foreign_writes(const OpInfo& info, c10::ArrayRef<const c10::I
     Guard guard(*this);
     sweep_if_due();
     note_writes(info, inputs, to_clone);
+    take_newly_shared(to_clone);
   }
   if (!to_clone.empty()) {
     clone_sources(to_clone);
@@ -783,7 +785,13 @@ void Session::end_op(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs) 
     }
     sweep_if_due();
   }
+  ToClone to_clone;
+  take_newly_shared(to_clone);
   open.clear();  // under the lock: records may die here
+  guard.unlock();
+  if (!to_clone.empty()) {
+    clone_sources(to_clone);
+  }
 }
 
 // What the op drew, and whether another thread may have drawn from the same generator meanwhile.

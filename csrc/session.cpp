@@ -435,7 +435,8 @@ void Session::watch(Value& value, const void* data, int64_t bytes) const {
 }
 
 // From here on the content of the page is looked at whenever an op reads it. What dropped pages
-// need of it is to be copied now. On an accelerator, where nobody can look, it is unknown.
+// need of it is to be copied now. On an accelerator, where nobody can look, it is unknown; who
+// found that it is shared takes what is to be copied before the lock is let go.
 void Session::share_with_others(Page& page, int64_t loan, ToClone* to_clone) {
   if (options_.device.is_cpu() && !watches()) {
     return;
@@ -451,11 +452,19 @@ void Session::share_with_others(Page& page, int64_t loan, ToClone* to_clone) {
     for_each_alias(page, keep);
   }
   if (!options_.device.is_cpu()) {
+    if (to_clone == nullptr && needs_clone(page)) {
+      newly_shared_.push_back(page.current);
+    }
     forget_content(page);
   } else if (!page.current->watched && !page.unread && page.residency == Residency::Resident &&
              !nothing_is_saved_at_rest()) {
     watch(*page.current, page.data, page.bytes);
   }
+}
+
+void Session::take_newly_shared(ToClone& to_clone) {
+  to_clone.insert(to_clone.end(), newly_shared_.begin(), newly_shared_.end());
+  newly_shared_.clear();
 }
 
 // What a step finds when it begins is taken as it is.
@@ -580,6 +589,7 @@ void Session::before_raw_access(const c10::Storage& storage, bool writes, int64_
     } else {
       share_with_others(page, loan, &to_clone);
     }
+    take_newly_shared(to_clone);
   }
   if (!to_clone.empty()) {
     clone_sources(to_clone);
@@ -647,6 +657,11 @@ void Session::mark_written(const at::Tensor& t) {
     spoil(*page, t);
     spoil_others(*page);
   }
+  for (const auto& value : newly_shared_) {
+    value->spoiled = true;
+    ++anchor_epoch_;
+  }
+  newly_shared_.clear();
 }
 
 // Something that we shall not see is about to write to this tensor.
@@ -657,6 +672,7 @@ void Session::prepare_write(const at::Tensor& t) {
     if (Page* page = page_to_write(t)) {
       before_write(*page, t, to_clone);
     }
+    take_newly_shared(to_clone);
   }
   clone_sources(to_clone);
 }

@@ -516,6 +516,7 @@ struct Session : c10::intrusive_ptr_target {
   void watch(Value& value, const void* data, int64_t bytes) const;
   void share_with_others(Page& page, int64_t loan = kForGood, ToClone* to_clone = nullptr);
   void link_if_aliases(Page& page, Page& other);
+  void take_newly_shared(ToClone& to_clone);
   bool nothing_is_saved_at_rest() const;
   void before_write_of_others(Page& page, ToClone& to_clone);
   void spoil_others(Page& page);
@@ -598,7 +599,9 @@ struct Session : c10::intrusive_ptr_target {
   AddressRanges foreign_ranges_;  // of those, and perhaps of some that are gone
   ska::flat_hash_map<int64_t, c10::intrusive_ptr<Page>> lent_;  // to arrays that are alive
   std::vector<c10::intrusive_ptr<Page>>
-      returned_;                              // one for each array that is gone; see end_loans
+      returned_;  // one for each array that is gone; see end_loans
+  ToClone
+      newly_shared_;  // sources to be copied before anybody writes to them; see share_with_others
   c10::DeleterFnPtr own_deleter_ = nullptr;   // of what its allocator allocates
   std::unordered_set<uint64_t> unswappable_;  // keys of values whose copies came back different
   std::string verdict_;  // of a step that is over, where nobody could be told yet

@@ -631,3 +631,33 @@ def test_what_was_read_before_others_could_write_to_it(device, controls, gone):
         assert torch.equal(w.grad, right), step
     assert counters(runtime)["drops"] >= 8
     runtime.close()
+
+
+def test_a_late_write_through_an_old_alias_that_is_told_after_it_was_made(device, controls):
+    """An error for what was to be made from it; the next step is as ordinary."""
+    if not controls.simulated:
+        pytest.skip("the host cannot write to a real device by address")
+    w = torch.linspace(0.1, 1, ELEMENTS).to(device).requires_grad_()
+    x = torch.linspace(0.1, 1, ELEMENTS).to(device)
+    other = by_slice(x)
+    runtime = runtime_on(device, "stress_drop_all")
+    loud = []
+    for step in range(8):
+        w.grad = None
+        x.fill_(0.5)
+        right = (x * (1.0 + step)).sin()
+        try:
+            with runtime.step():
+                loss = ((x * (1.0 + step)).sin() * w).sum()
+                torch.ones(4, device=device).add(1)
+                if step == 4:
+                    torch.accelerator.synchronize()
+                    ctypes.memset(other.data_ptr(), 62, other.nbytes)
+                    delta.mark_written(other)
+                loss.backward()
+        except delta.InplaceModification:
+            loud.append(step)
+            continue
+        assert torch.equal(w.grad, right), step
+    assert loud == [4]
+    runtime.close()
