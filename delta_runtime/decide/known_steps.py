@@ -97,8 +97,6 @@ class StepCost:
         seconds: of all of it.
         rebuild_s: of recomputing; 0 where nobody's clock shows it.
         whole: whether it had a backward, and ended.
-        around_s: what entering and leaving took beside that, the making of plans left out, when it was
-            seen last: of the step before this one.
     """
 
     fingerprint: int
@@ -108,12 +106,6 @@ class StepCost:
     seconds: float
     rebuild_s: float
     whole: bool
-    around_s: float = 0.0
-
-    @property
-    def all_s(self) -> float:
-        """Seconds of the step with all that the runtime did for it."""
-        return self.seconds + self.around_s
 
 
 @dataclass
