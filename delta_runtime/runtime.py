@@ -206,6 +206,8 @@ class Runtime:
         self._last: StepTotals | None = None
         self._totals = StepTotals()
         self._last_planning_s = 0.0
+        self._entering_s = 0.0
+        self._around_s = 0.0
         self._graph: StepGraph | None = None
         self._depth = 0
         self._in_step = False
@@ -264,6 +266,7 @@ class Runtime:
     def _enter_step(self) -> None:
         if self._in_step:
             raise UsageError("runtime.step() inside runtime.step().", change="Leave the first one.")
+        called_s = time.perf_counter()
         alone = self._depth == 0 and self._aside.leaves_next and not self._closed
         # What was dropped in a step before, and is yet to be made again, needs us to see what is written.
         if alone and not self._session.counters()["dropped_now_bytes"]:
@@ -280,6 +283,7 @@ class Runtime:
             self._leave()
             raise
         self._in_step = True
+        self._entering_s = self._step_begin_s - called_s
 
     def _leave_step(self, error: BaseException | None) -> None:
         self._in_step = False
@@ -288,6 +292,7 @@ class Runtime:
         if self._alone:
             self._leave_alone(whole=error is None)
             return
+        called_s = time.perf_counter()
         self._marked = self._depth == 1
         try:
             self._finish_step(whole=error is None)
@@ -300,6 +305,8 @@ class Runtime:
             _C.release_repointed()
             self._session.set_boundary(self._on_boundary)
             self._leave(error)
+        leaving_s = time.perf_counter() - called_s
+        self._around_s = self._entering_s + max(0.0, leaving_s - self._last_planning_s)
 
     def _enter(self) -> None:
         if self._closed:
@@ -625,6 +632,7 @@ class Runtime:
             seconds=seconds,
             rebuild_s=last.rebuild_s if self.device.type == "cpu" else 0.0,
             whole=last.managed_unpacks > 0,
+            around_s=self._around_s,
         )
         self._known.saw(cost)
         changed = False

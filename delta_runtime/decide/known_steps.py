@@ -97,6 +97,8 @@ class StepCost:
         seconds: of all of it.
         rebuild_s: of recomputing; 0 where nobody's clock shows it.
         whole: whether it had a backward, and ended.
+        around_s: what entering and leaving took beside that, the making of plans left out, when it was
+            seen last: of the step before this one.
     """
 
     fingerprint: int
@@ -106,6 +108,12 @@ class StepCost:
     seconds: float
     rebuild_s: float
     whole: bool
+    around_s: float = 0.0
+
+    @property
+    def all_s(self) -> float:
+        """Seconds of the step with all that the runtime did for it."""
+        return self.seconds + self.around_s
 
 
 @dataclass
@@ -268,10 +276,19 @@ class KnownSteps:
 
     @property
     def relieved(self) -> bool:
-        """Whether, for the latest graph, what is kept to instead of the budget is found."""
-        known = next(reversed(self._known.values()), None)
+        """Whether, for the last step, what is kept to instead of the budget is found, and its record holds.
+
+        It does not where more persists now than when the step was recorded, such as the optimizer's
+        state: the bounds would be those of a step that is no more.
+        """
+        cost = self._last
+        known = self._of(cost) if cost is not None else None
         return (
-            self._yielded and known is not None and (known.relief is None or known.relief.is_over)
+            self._yielded
+            and cost is not None
+            and known is not None
+            and (known.relief is None or known.relief.is_over)
+            and not _moved(known.graph, cost.begin_bytes)
         )
 
     def kept_bytes(self, budget_bytes: int) -> int:

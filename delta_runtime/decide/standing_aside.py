@@ -57,8 +57,7 @@ class StandingAside:
         if len(self._alone_s) < _ALIKE:
             self._left = _ALIKE
             return
-        least_s = min(each.seconds for each in self._observed)
-        if least_s > MOST_TIMES * statistics.median(self._alone_s):
+        if self._is_too_dear():
             self._left = _BETWEEN
         else:
             self._bearable = kind
@@ -67,15 +66,18 @@ class StandingAside:
         """Take in a step that was left alone."""
         self._left -= 1
         self._alone_s.append(seconds)
-        least_s = min(each.seconds for each in self._observed)
         if self._left == 0 and len(self._alone_s) == _ALIKE:  # of those that try it
-            if least_s > MOST_TIMES * statistics.median(self._alone_s):
+            if self._is_too_dear():
                 self._left = _BETWEEN
             else:
                 last = self._observed[-1]
                 self._bearable = (last.fingerprint, last.ops)
 
+    def _is_too_dear(self) -> bool:
+        least_s = min(each.all_s for each in self._observed)
+        return least_s > MOST_TIMES * statistics.median(self._alone_s)
+
     def _is_suspect(self, cost: StepCost) -> bool:
         observing_s = OBSERVING_S * cost.ops
         ordinary_s = max(cost.seconds - cost.rebuild_s - observing_s, cost.seconds / 4)
-        return observing_s > _SUSPECT * ordinary_s
+        return observing_s + cost.around_s > _SUSPECT * ordinary_s

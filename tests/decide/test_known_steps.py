@@ -415,6 +415,28 @@ def test_steps_of_unknown_graphs_that_are_dear_raise_what_is_kept():
     assert known.kept_bytes(budget_bytes) > before
 
 
+def test_a_relief_holds_for_as_long_as_what_persists_does():
+    """An optimizer's state comes after the first step, and a record without it names bounds that are too low."""
+    budget_bytes = bounds_of(GRAPH).least_bytes - MIB
+    later = chain([8 * MIB] * 12, [1e-2] * 12, persistent_bytes=16 * MIB)
+    known = KnownSteps(plans=True, yields=True)
+    step = cost(GRAPH, 2 * budget_bytes, 0.0)
+    known.saw(step)
+    known.learn(GRAPH, budget_bytes)
+    assert known.yielded and known.relieved and not known.wants_log(missed=False)
+    step = dataclasses.replace(step, begin_bytes=later.persistent_bytes)
+    for _ in range(3):
+        known.saw(step)
+        assert not known.relieved
+        if known.wants_log(missed=False):
+            known.learn(later, budget_bytes)
+            break
+        known.tend(budget_bytes)
+    assert known.relieved, "it was recorded again"
+    assert known.bounds is not None
+    assert known.bounds.least_bytes >= bounds_of(later).least_bytes - MIB
+
+
 def test_what_observing_takes_leaves_less_for_recomputing():
     """Both together may add a third of an ordinary step to it; a tenth may always be recomputed."""
     assert bearable_s(1.0, 0) == pytest.approx(MOST_MORE)

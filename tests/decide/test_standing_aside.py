@@ -60,6 +60,16 @@ def test_others_are_never_left_alone(cost: StepCost, settled: bool) -> None:
         assert not aside.leaves_next
 
 
+def test_what_entering_and_leaving_take_counts() -> None:
+    """Of a step of a few milliseconds it is much, and no clock inside of the step shows it."""
+    short = replace(TINY_OPS, ops=100, seconds=0.0042)
+    times = dict.fromkeys((0.0, 0.001), 0)
+    for around_s in times:
+        cost = replace(short, around_s=around_s)
+        times[around_s] = sum(course(StandingAside(), cost, alone_s=0.003, steps=40))
+    assert times[0.0] <= 2 and times[0.001] > 30, times
+
+
 def test_steps_of_changing_shapes_are_not_left_alone() -> None:
     aside = StandingAside()
     for i in range(20):
