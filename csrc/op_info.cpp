@@ -1,6 +1,6 @@
 #include "op_info.h"
 
-#include <ATen/autocast_mode.h>
+#include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/flat_hash_map.h>
 

@@ -1,8 +1,8 @@
 // What replay shares: how storages are made, and how ops are run that nobody is to see.
 #pragma once
 
-#include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
+#include <c10/core/DispatchKeySet.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/Storage.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>

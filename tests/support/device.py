@@ -44,6 +44,18 @@ def device_module() -> ModuleType | None:
     return None if device.type == "cpu" else torch.get_device_module(device)
 
 
+def seed(number: int) -> None:
+    """Seeds the CPU's generator and the device's.
+
+    torch.manual_seed also takes down a stack trace for each kind of device that could be there, which takes a
+    millisecond within pytest.
+    """
+    torch.default_generator.manual_seed(number)
+    module = device_module()
+    if module is not None:
+        module.manual_seed_all(number)
+
+
 def moved(tree: Any) -> Any:
     """All tensors of a tree on the device."""
     device = device_under_test()
