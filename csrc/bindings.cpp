@@ -215,7 +215,7 @@ py::dict counters_of(const Session& s) {
   d["swapped_now_bytes"] = s.swapped_now_bytes_;
   d["known_pages"] = s.pages_.size();
   d["uncounted_bytes"] = s.uncounted_bytes_;
-  d["boundary_peak_bytes"] = s.boundary_peak_bytes_;
+  d["step_peak_bytes"] = s.step_peak_bytes();
   d["tick"] = s.tick_;
   return d;
 }
@@ -599,6 +599,10 @@ PYBIND11_MODULE(_C, m) {
       "set_sabotage", [](int which) { delta::set_sabotage(static_cast<delta::Sabotage>(which)); },
       "Break one rule of replay on purpose, for the tests that prove that the tests can fail; 0 "
       "mends it.");
+  m.def(
+      "set_most_watched_bytes",
+      [](int64_t bytes) { return std::exchange(delta::most_watched_bytes, bytes); },
+      "For tests: storages of more bytes are not hashed. Returns what it was.");
   m.def("sabotage_names", &delta::sabotage_names, "What set_sabotage can break, by number.");
   m.def(
       "set_python_random",

@@ -77,6 +77,22 @@ bool is_of_our_backward() {
   return false;
 }
 
+// Tells of what an op writes that these sessions do not tape: all that watch, but for one.
+void tell_of_writes(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs,
+                    const Session* but) {
+  if (!info.any_write || info.moves_storage) {
+    return;
+  }
+  try {
+    for (const auto& session : watching_sessions()) {
+      if (session.get() != but) {
+        session->note_foreign_writes(info, inputs);
+      }
+    }
+  } catch (const std::exception&) {  // a callback must not throw; no room for a copy is said later
+  }
+}
+
 std::unique_ptr<at::ObserverContext> note_stranger(const at::RecordFunction& fn) {
   if (sabotage() == Sabotage::OtherThreadsUnseen) {
     return nullptr;
@@ -86,15 +102,7 @@ std::unique_ptr<at::ObserverContext> note_stranger(const at::RecordFunction& fn)
     return nullptr;
   }
   const auto inputs = fn.inputs();
-  if (info->any_write && !info->moves_storage) {
-    try {
-      for (const auto& session : watching_sessions()) {
-        session->note_foreign_writes(*info, inputs);
-      }
-    } catch (
-        const std::exception&) {  // a callback must not throw; no room for a copy is said later
-    }
-  }
+  tell_of_writes(*info, inputs, nullptr);
   if (!info->random) {
     return nullptr;
   }
@@ -140,6 +148,9 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& fn) {
       return nullptr;
     }
     ts.depth = 1;  // ops of the Python that may be asked below are not observed
+    if (several_watch()) {
+      tell_of_writes(*info, inputs, session);
+    }
     try {
       session->begin_op(ts, info, inputs);
     } catch (const std::exception&) {
@@ -549,6 +560,9 @@ void Session::begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
     if (!held_.empty()) {
       note_alone();
     }
+    if (!charged_lately_.empty()) {
+      uncharge_gone();
+    }
     const int64_t need = facts.watermark_bytes >= 0 ? facts.watermark_bytes : input_bytes;
     const bool tight = options_.budget_bytes > 0 && live_bytes() + need > limit_bytes();
     if (tight || !tiers_.empty() || options_.stress != Stress::None) {
@@ -891,14 +905,14 @@ void Session::take_written(OpenOp& open, bool unknown) {
     } else {
       const bool too_deep = open.depth > kMostDepth && !w.requires_grad;
       open.depth = w.requires_grad ? 0 : open.depth;
-      const bool unseen = page.unguarded && !options_.device.is_cpu();  // by the next op that reads
+      const bool unseen = page.unguarded && !can_watch(page);  // by the next op that reads
       page.set_current(
           new_value(open, unknown || too_deep || unseen, page.bytes, true, w.argument, w.index));
     }
     if (w.has_counter) {
       page.take_version(w.counter);
     }
-    if (page.unguarded) {
+    if (page.unguarded && can_watch(page)) {
       watch(*page.current, page.data, page.bytes);
     }
     if (page.tickets > 0) {
@@ -925,7 +939,7 @@ void Session::take_returned(OpenOp& open, bool unknown, int position, int index,
   entry->second = c10::make_intrusive<Page>(t.storage().getWeakStorageImpl());
   Page& page = *entry->second;
   note_stream(page);
-  page.look_at(*storage);
+  look(page, *storage);
   if (open.info->dtype_argument >= 0) {
     open.record->result_dtype = t.scalar_type();
   }
@@ -1010,7 +1024,7 @@ Page* Session::take_saved_clone(OpenOp& open, const at::Tensor& saved) {
   }
   auto page = c10::make_intrusive<Page>(storage.getWeakStorageImpl());
   note_stream(*page);
-  page->look_at(*storage.unsafeGetStorageImpl());
+  look(*page, *storage.unsafeGetStorageImpl());
   page->set_current(std::move(value));
   return pages_.emplace(storage_of(saved), std::move(page)).first->second.get();
 }

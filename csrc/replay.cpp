@@ -528,7 +528,7 @@ void Session::rehome(Page& page, const c10::Storage& storage) {
   thread_trash().take(std::move(page.strong));
   page.strong = storage;
   page.weak = storage.getWeakStorageImpl();
-  page.look_at(*storage.unsafeGetStorageImpl());
+  look(page, *storage.unsafeGetStorageImpl());
   page.last_use = tick_;
   page.stream = current_stream_id(options_.device);
   page.many_streams = false;

@@ -352,6 +352,7 @@ void Session::release(Ticket& ticket) {
       managed_.erase(page->id);
       last = managed_.empty() && (!entered_ || phase_ == Phase::Backward);
       if (without_content) {
+        page_index_.clear();
         pages_.erase(page->strong.unsafeGetStorageImpl());
         if (page->current->home == page.get()) {
           page->current->home = nullptr;

@@ -3,6 +3,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <atomic>
 #include <mutex>
 #include <new>
 
@@ -13,6 +14,9 @@
 #include "vector_math.h"
 
 namespace delta {
+
+int64_t most_watched_bytes = int64_t{1} << 30;
+
 namespace {
 
 constexpr size_t kMostFacts = 1 << 18;
@@ -26,6 +30,7 @@ c10::intrusive_ptr<Session> g_entered;
 struct Watch {
   std::mutex mutex;
   std::vector<c10::intrusive_ptr<Session>> sessions;
+  std::atomic<size_t> n_sessions{0};
   at::CallbackHandle handle = 0;
 };
 Watch& the_watch() {
@@ -62,12 +67,15 @@ std::vector<c10::intrusive_ptr<Session>> watching_sessions() {
   return watch.sessions;
 }
 
+bool several_watch() { return the_watch().n_sessions.load(std::memory_order_relaxed) > 1; }
+
 void Session::watch_threads() {
   auto& watch = the_watch();
   std::lock_guard<std::mutex> guard(watch.mutex);
   const auto self = [this](const auto& each) { return each.get() == this; };
   if (std::none_of(watch.sessions.begin(), watch.sessions.end(), self)) {
     watch.sessions.push_back(c10::intrusive_ptr<Session>::reclaim_copy(this));
+    watch.n_sessions = watch.sessions.size();
   }
   if (watch.handle == 0) {
     watch.handle = at::addGlobalCallback(observer_callback());
@@ -85,6 +93,7 @@ void Session::end_watch() {
   }
   last = std::move(*place);
   watch.sessions.erase(place);
+  watch.n_sessions = watch.sessions.size();
   if (watch.sessions.empty()) {
     at::removeCallback(watch.handle);
     watch.handle = 0;
@@ -179,6 +188,12 @@ void Session::begin_step() {
   end_loans();
   ++step_;
   step_begin_tick_ = tick_;
+  charged_lately_.clear();
+  uncharge_tick_ = tick_;
+  uncounted_peak_bytes_ = 0;
+  if (options_.device.is_cpu()) {
+    cpu_pool::reset_step_peak();
+  }
   next_key_ = 0;
   fingerprint_ = 0;
   sequence_ = 0;
@@ -280,7 +295,7 @@ Page& Session::new_source(const c10::Storage& storage) {
   Page& page = *fresh;
   pages_.emplace(storage.unsafeGetStorageImpl(), std::move(fresh));
   page.many_streams = !options_.device.is_cpu();  // whose memory it is was not seen
-  page.look_at(*storage.unsafeGetStorageImpl());
+  look(page, *storage.unsafeGetStorageImpl());
   page.set_current(make_source(page.bytes));
   page.unread = true;
   find_owners(page, storage.data_ptr());
@@ -390,13 +405,14 @@ void Session::find_owners(Page& page, const c10::DataPtr& data) {
   if (is_foreign(data)) {
     add_foreign(page);
     share_with_others(page);
-    for (auto& [storage, other] : pages_) {
-      link_if_aliases(page, *other);
-    }
+    page_index_.for_each_over(pages_, page.data, page.bytes,
+                              [&](Page& other) { link_if_aliases(page, other); });
   } else if (page.data != nullptr && foreign_ranges_.meets(page.data, page.bytes)) {
-    for (size_t i = 0, n = foreign_.size(); i < n; ++i) {
-      link_if_aliases(page, *foreign_[i]);
-    }
+    page_index_.for_each_over(pages_, page.data, page.bytes, [&](Page& other) {
+      if (other.in_foreign) {
+        link_if_aliases(page, other);
+      }
+    });
   }
 }
 
@@ -427,17 +443,23 @@ bool Session::watches() const {
   return options_.drop && options_.device.is_cpu() && options_.verify != Verify::Off;
 }
 
+// Whether somebody can look at the page's content: not on an accelerator, and not at too much.
+bool Session::can_watch(const Page& page) const {
+  return options_.device.is_cpu() && page.bytes <= most_watched_bytes && !page.dear_to_watch;
+}
+
 void Session::watch(Value& value, const void* data, int64_t bytes) const {
-  if (watches() && data != nullptr && bytes <= kMostWatchedBytes) {
+  if (watches() && data != nullptr && bytes <= most_watched_bytes) {
     value.hash = hash_of(data, bytes);
     value.watched = true;
   }
 }
 
 // From here on the content of the page is looked at whenever an op reads it. What dropped pages
-// need of it is to be copied now. On an accelerator, where nobody can look, it is unknown; who
-// found that it is shared takes what is to be copied before the lock is let go.
+// need of it is to be copied now. Where nobody can look it is unknown; who found that it is shared
+// takes what is to be copied before the lock is let go.
 void Session::share_with_others(Page& page, int64_t loan, ToClone* to_clone) {
+  ++page.epoch;  // copies that were made so far are no longer good
   if (options_.device.is_cpu() && !watches()) {
     return;
   }
@@ -451,11 +473,12 @@ void Session::share_with_others(Page& page, int64_t loan, ToClone* to_clone) {
     keep(page);
     for_each_alias(page, keep);
   }
-  if (!options_.device.is_cpu()) {
-    if (to_clone == nullptr && needs_clone(page)) {
-      newly_shared_.push_back(page.current);
+  if (!can_watch(page)) {
+    if (to_clone != nullptr) {
+      forget_content(page);
+    } else {
+      forget_shared(page);
     }
-    forget_content(page);
   } else if (!page.current->watched && !page.unread && page.residency == Residency::Resident &&
              !nothing_is_saved_at_rest()) {
     watch(*page.current, page.data, page.bytes);
@@ -476,6 +499,14 @@ void Session::forget_content(Page& page) {
   if (page.tickets > 0) {
     emit(EventKind::Inadmissible, &page, page.bytes, 0);
   }
+}
+
+// The same, where somebody else can write to it: what dropped pages need of it is copied before.
+void Session::forget_shared(Page& page) {
+  if (needs_clone(page)) {
+    newly_shared_.push_back(page.current);
+  }
+  forget_content(page);
 }
 
 // Others over the same memory are about to be written to through this page.
@@ -502,11 +533,11 @@ void Session::for_each_alias(Page& page, const Act& act) {
   if (!page.has_aliases) {
     return;
   }
-  for (auto& other : foreign_) {
-    if (other.get() != &page && other->lies_over(page.data, page.bytes)) {
-      act(*other);
+  page_index_.for_each_over(pages_, page.data, page.bytes, [&](Page& other) {
+    if (&other != &page && other.in_foreign) {
+      act(other);
     }
-  }
+  });
 }
 
 // Whether the bytes are those that the value was watched with; they are if it is not watched.
@@ -517,6 +548,17 @@ bool Session::holds(const Value& value, const c10::StorageImpl& storage) const {
              value.hash;
 }
 
+// Whether looking at all of the page, each time that an op reads a small part of it, has taken long
+// enough: of a data set in one storage each step reads a few rows.
+bool Session::is_dear_to_watch(Page& page, const at::Tensor& t) const {
+  if (!page.unguarded || page.bytes <= kCheapToWatchBytes) {
+    return false;
+  }
+  const int64_t worth = kMostTimesRead * static_cast<int64_t>(t.numel() * t.element_size());
+  page.looked_in_vain_bytes = std::max<int64_t>(0, page.looked_in_vain_bytes + page.bytes - worth);
+  return page.looked_in_vain_bytes > kMostLooksInVain * page.bytes;
+}
+
 // An op is about to read the page: is what lies there what we think? On an accelerator nobody can
 // look.
 void Session::check_content(Page& page, const at::Tensor& t) {
@@ -525,12 +567,21 @@ void Session::check_content(Page& page, const at::Tensor& t) {
   }
   auto* storage = storage_of(t);
   if (!page.current->watched) {
-    if (page.unguarded && !page.current->producer) {
-      watch(*page.current, storage->data(), page.bytes);
+    if (page.unguarded && watches()) {
+      if (page.current->producer) {
+        forget_shared(page);  // it was handed out while nobody looked
+      }
+      if (can_watch(page)) {
+        watch(*page.current, storage->data(), page.bytes);
+      }
     }
     return;
   }
   if (holds(*page.current, *storage)) {
+    if (is_dear_to_watch(page, t)) {
+      page.dear_to_watch = true;
+      forget_shared(page);
+    }
     return;
   }
   set_unguarded(page);  // who wrote once may write again
@@ -548,10 +599,15 @@ bool Session::was_moved(const Page& page, const c10::StorageImpl& storage) const
   return sabotage() != Sabotage::ResizesUnseen;
 }
 
+void Session::look(Page& page, const c10::StorageImpl& storage) {
+  page.look_at(storage);
+  page_index_.note(page);
+}
+
 // Of a page that may be managed.
 void Session::look_again(Page& page, const c10::StorageImpl& storage) {
   const int64_t before = page.bytes;
-  page.look_at(storage);
+  look(page, storage);
   if (page.candidate >= 0) {
     managed_resident_bytes_ += page.bytes - before;
   }
@@ -619,11 +675,42 @@ void Session::note_first_use(Page& page, const c10::Storage& storage) {
 
 // The budget is about all that the device holds; what the pool cannot see is charged to it here.
 void Session::charge_uncounted(Page& page, int64_t bytes) {
+  if (entered_ && options_.device.is_cpu() && bytes < page.uncounted_bytes) {
+    uncounted_peak_bytes_ = step_peak_bytes();  // until now it was there
+    cpu_pool::reset_step_peak();
+  }
   uncounted_bytes_ += bytes - page.uncounted_bytes;
   page.uncounted_bytes = bytes;
+  if (bytes > 0) {
+    charged_lately_.push_back(c10::intrusive_ptr<Page>::reclaim_copy(&page));
+  }
   if (entered_ && options_.budget_bytes > 0) {
     cpu_pool::set_soft_limit(std::max<int64_t>(1, options_.budget_bytes - uncounted_bytes_));
   }
+}
+
+// What was charged in this step and is gone again; the rest waits for a sweep. With many of them
+// not at every op.
+void Session::uncharge_gone() {
+  if (tick_ < uncharge_tick_) {
+    return;
+  }
+  const auto is_over = [this](const c10::intrusive_ptr<Page>& page) {
+    if (page->uncounted_bytes > 0 && page->tickets == 0 && page->weak.expired()) {
+      charge_uncounted(*page, 0);
+    }
+    return page->uncounted_bytes == 0;
+  };
+  charged_lately_.erase(std::remove_if(charged_lately_.begin(), charged_lately_.end(), is_over),
+                        charged_lately_.end());
+  uncharge_tick_ = tick_ + static_cast<int64_t>(charged_lately_.size() / 32);
+}
+
+int64_t Session::step_peak_bytes() const {
+  if (!options_.device.is_cpu()) {
+    return boundary_peak_bytes_;
+  }
+  return std::max(uncounted_peak_bytes_, cpu_pool::step_peak_bytes() + uncounted_bytes_);
 }
 
 void Session::set_budget(int64_t bytes) {
@@ -833,6 +920,7 @@ void Session::sweep_if_due() {
 }
 
 void Session::sweep() {
+  page_index_.clear();
   for (auto it = pages_.begin(); it != pages_.end();) {
     Page& page = *it->second;
     if (page.tickets == 0 && page.weak.expired()) {

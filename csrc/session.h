@@ -31,6 +31,7 @@
 #include "device_evidence.h"
 #include "host_memory.h"
 #include "lanes.h"
+#include "page_index.h"
 #include "random_draws.h"
 #include "values.h"
 
@@ -205,7 +206,12 @@ constexpr size_t kMostEvents = 1 << 16;  // that pile up before they are drained
 
 // Larger storages (a data set mapped into memory) are not hashed; nothing is recomputed from them
 // if others can write to them.
-constexpr int64_t kMostWatchedBytes = int64_t{1} << 30;
+extern int64_t most_watched_bytes;
+constexpr int64_t kCheapToWatchBytes = 64 * 1024;
+// Of a larger one that others can write to so many times as much may be hashed as ops read of it;
+// beyond that, all of it so many times in all.
+constexpr int64_t kMostTimesRead = 16;
+constexpr int64_t kMostLooksInVain = 8;
 
 // Smaller sources that others can write to are copied when an op reads them, if they are so many
 // times smaller than another input; else nothing is recomputed from them.
@@ -330,6 +336,7 @@ DeviceBytes device_bytes(c10::Device device);
 
 // Those that have saved tensors whose sources anybody may write to.
 std::vector<c10::intrusive_ptr<Session>> watching_sessions();
+bool several_watch();
 void forget_locks();  // in a forked child: whoever held them does not exist there
 
 using ToClone = std::vector<c10::intrusive_ptr<Value>>;
@@ -513,6 +520,9 @@ struct Session : c10::intrusive_ptr_target {
   void set_unguarded(Page& page, int64_t loan = kForGood);
   void end_loans();
   bool watches() const;
+  bool can_watch(const Page& page) const;
+  bool is_dear_to_watch(Page& page, const at::Tensor& t) const;
+  void forget_shared(Page& page);
   void watch(Value& value, const void* data, int64_t bytes) const;
   void share_with_others(Page& page, int64_t loan = kForGood, ToClone* to_clone = nullptr);
   void link_if_aliases(Page& page, Page& other);
@@ -527,10 +537,13 @@ struct Session : c10::intrusive_ptr_target {
   void check_content(Page& page, const at::Tensor& t);
   bool was_moved(const Page& page, const c10::StorageImpl& storage) const;
   void move_page(Page& page, const c10::Storage& storage);
+  void look(Page& page, const c10::StorageImpl& storage);
   void look_again(Page& page, const c10::StorageImpl& storage);
   void emit(EventKind kind, const Page* page, int64_t bytes, double seconds, int64_t key = -1,
             int reason = 0);
   void charge_uncounted(Page& page, int64_t bytes);
+  void uncharge_gone();
+  int64_t step_peak_bytes() const;  // the most that was live in this step
   void note_first_use(Page& page, const c10::Storage& storage);
   void sweep();  // forgets pages whose storage is gone
   void sweep_if_due();
@@ -592,10 +605,14 @@ struct Session : c10::intrusive_ptr_target {
   bool mismatched_ = false;  // something that was recomputed came out different
   std::unordered_map<uint64_t, Evidence> evidence_;
   std::mt19937_64 evidence_random_;
-  std::unique_ptr<DeviceEvidence> device_evidence_;  // of an accelerator
+  std::unique_ptr<DeviceEvidence> device_evidence_;       // of an accelerator
+  std::vector<c10::intrusive_ptr<Page>> charged_lately_;  // see uncharge_gone
+  int64_t uncharge_tick_ = 0;
+  int64_t uncounted_peak_bytes_ = 0;  // of the step, until something was no longer charged
   // Pages of memory that is not the allocator's own, and those of its own that such memory lies
   // over: no others can have memory in common.
   std::vector<c10::intrusive_ptr<Page>> foreign_;
+  PageIndex page_index_;
   AddressRanges foreign_ranges_;  // of those, and perhaps of some that are gone
   ska::flat_hash_map<int64_t, c10::intrusive_ptr<Page>> lent_;  // to arrays that are alive
   std::vector<c10::intrusive_ptr<Page>>

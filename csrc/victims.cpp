@@ -219,8 +219,8 @@ bool Session::drop_page(Page& page) {
       c10::impl::cow::is_cow_data_ptr(page.strong.data_ptr())) {
     return false;
   }
-  if (page.unguarded && !options_.device.is_cpu()) {
-    return false;  // nobody can look whether its content is still what its recipe makes
+  if (page.unguarded && (!options_.device.is_cpu() || (watches() && !page.current->watched))) {
+    return false;  // nobody can say whether its content is still what its recipe makes
   }
   if (options_.device.is_cpu() && !cpu_pool::owns(page.strong.data_ptr())) {
     return false;  // freeing it frees nothing that is counted, and its deleter may take the GIL

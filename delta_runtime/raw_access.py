@@ -30,14 +30,25 @@ _WRITERS = ("apply_", "map_", "map2_")
 _LENDERS = ("numpy", "__array__")
 _STORAGE_WRITERS = ("fill_", "copy_", "byteswap", "resize_", "__setitem__", "_set_from_file")
 
+
+class _Loan(weakref.ref):  # type: ignore[type-arg]
+    """An array that was handed out."""
+
+    __slots__ = ("number",)
+    number: int
+
+
 _lock = threading.RLock()
 _listeners: list[weakref.ref[Any]] = []
 _FOR_GOOD = -1  # no loan
 _loans = itertools.count()
-_lent: list[tuple[weakref.ref[Any] | None, int]] = []
-"""Each array that was handed out, and the number of its loan. None: it never came to be."""
-_FEWEST_TO_LOOK_THROUGH = 512
-_look_through_at = _FEWEST_TO_LOOK_THROUGH
+_lent: dict[int, _Loan] = {}
+"""The arrays that were handed out and live, by the numbers of their loans."""
+_gone: list[_Loan] = []
+"""Those that do not. It is filled by a function in C: no signal is handled, and lost, in there."""
+_returned: list[int] = []
+"""Loans that ended otherwise: their arrays never came to be."""
+_MOST_GONE = 512
 # No WeakSet: its callbacks run Python code whenever a session dies, and what a signal handler raises in
 # there is lost.
 _originals: list[tuple[Any, str, Any, Any]] = []
@@ -74,25 +85,28 @@ def _forget(session: Any) -> None:
     if not _listeners and not _C.any_watches():
         _remove()
         _lent.clear()
+        _gone.clear()
+        _returned.clear()
 
 
 def take_back() -> None:
     """Tell of the arrays that are gone by now."""
-    global _look_through_at
-    if not _lent:
+    if not _gone and not _returned:
         return
     with _lock:
-        looked_at = _lent[:]
-        del _lent[: len(looked_at)]  # other threads may add to it
-        gone = []
-        for array, loan in looked_at:
-            if array is None or array() is None:
-                gone.append(loan)
-            else:
-                _lent.append((array, loan))
-        _look_through_at = max(_FEWEST_TO_LOOK_THROUGH, 2 * len(_lent))
-    if gone:
-        _C.take_back(gone, _that_listen())
+        ended = _taken(_returned)
+        for loan in _taken(_gone):
+            _lent.pop(loan.number, None)
+            ended.append(loan.number)
+    if ended:
+        _C.take_back(ended, _that_listen())
+
+
+def _taken(items: list[Any]) -> list[Any]:
+    """All of them, out of a list that others go on filling."""
+    taken = items[:]
+    del items[: len(taken)]
+    return taken
 
 
 def _that_listen() -> list[Any]:
@@ -133,16 +147,18 @@ def _wrap_lender(owner: Any, name: str) -> None:
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        loan = next(_loans)
-        _tell(self, writes=False, loan=loan)
+        number = next(_loans)
+        _tell(self, writes=False, loan=number)
         try:
             array = original(self, *args, **kwargs)
         except BaseException:
-            _lent.append((None, loan))
+            _returned.append(number)
             raise
         if isinstance(array, np.ndarray):  # what else a subclass may return has it for good
-            _lent.append((weakref.ref(array), loan))
-        if len(_lent) >= _look_through_at:
+            loan = _Loan(array, _gone.append)
+            loan.number = number
+            _lent[number] = loan
+        if len(_gone) >= _MOST_GONE:
             take_back()
         return array
 

@@ -561,8 +561,6 @@ class Runtime:
         raw_access.take_back()
         self._session.begin_step()
         self._step_begin_s = time.perf_counter()
-        if self.device.type == "cpu":
-            _C.cpu_pool.reset_step_peak()
 
     def _finish_step(self, *, whole: bool = True) -> None:
         """Closes the step's account, unless nothing was saved in it.
@@ -579,11 +577,7 @@ class Runtime:
         seconds = time.perf_counter() - self._step_begin_s
         self._planning.trained(seconds)
         self._drain()
-        step_peak_bytes = (
-            _C.cpu_pool.step_peak_bytes() + counters["uncounted_bytes"]
-            if self.device.type == "cpu"
-            else counters["boundary_peak_bytes"]
-        )
+        step_peak_bytes = counters["step_peak_bytes"]
         over = bool(self.policy.evicts_to) and step_peak_bytes > self.budget_bytes
         before = self._totals
         self._totals = StepTotals.from_counters(

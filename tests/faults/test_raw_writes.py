@@ -11,7 +11,7 @@ import ctypes
 import gc
 import io
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import delta_runtime as delta
+from delta_runtime import raw_access
 from tests.faults.harness import (
     N,
     Step,
@@ -682,3 +683,115 @@ def test_an_array_taken_when_the_runtime_has_ended_before_backward(end: str) -> 
         del made
         torch.ones(1).numpy()  # the first that nobody hears
         assert Tensor.__dict__.get("__array__") is method
+
+
+@pytest.mark.parametrize("late", [0, 4], ids=["from the first step", "once trusted"])
+@pytest.mark.parametrize(
+    ("policy", "verify"),
+    [
+        ("stress_swap_all", "first"),
+        ("stress_swap_all", "always"),
+        ("stress_swap_all", "off"),
+        ("stress_mix", "first"),
+        ("stress_mix", "always"),
+    ],
+)
+def test_a_copy_made_before_an_array_was_taken_is_not_used(
+    policy: str, verify: str, late: int
+) -> None:
+    """What backward will use is clipped through an array; the array is gone when the tensor goes once more."""
+    n = 1 << 14
+
+    def step(step: int) -> Tensor:
+        w = torch.linspace(-1, 1, n).requires_grad_()
+        y = (w * (1.0 + step)).exp()
+        node, loss = y.grad_fn, (y * 1.0).sum()
+        assert node is not None
+        del y
+        for _ in range(3):
+            boundary()
+        saved = node._saved_result  # type: ignore[attr-defined]
+        if step >= late:
+            array = saved.detach().numpy()
+            np.clip(array, 0.5, 1.5, out=array)
+            del array
+        del saved
+        for _ in range(3):
+            boundary()
+        loss.backward()
+        assert w.grad is not None
+        return w.grad
+
+    steps = range(8)
+    ordinary = [step(each) for each in steps]
+    runtime = delta.Runtime(
+        "100%", device="cpu", policy=policy, min_bytes=0, verify=verify, host_budget=1 << 28
+    )
+    with contextlib.closing(runtime):
+        for each in steps:
+            with runtime.step():
+                assert torch.equal(step(each), ordinary[each]), each
+        swap_ins = runtime.report().totals.swap_ins
+        assert swap_ins > 0 or policy == "stress_mix", "chance may leave it here"
+
+
+@pytest.fixture
+def few_are_watched() -> Iterator[None]:
+    before = delta.extension._C.set_most_watched_bytes(4 * N)
+    yield
+    delta.extension._C.set_most_watched_bytes(before)
+
+
+@pytest.mark.usefixtures("few_are_watched")
+@pytest.mark.parametrize("late", [0, 3], ids=["from the first step", "once trusted"])
+@pytest.mark.parametrize("reads_on", [False, True])
+def test_what_is_too_large_to_look_at_is_not_made_again(late: int, reads_on: bool) -> None:
+    """An array of it may have been written to: its recipe says nothing, nor do those of what is made from it."""
+    x = torch.linspace(0.5, 1.0, 64)
+
+    def step(step: int) -> Tensor:
+        w = torch.ones(1, requires_grad=True)
+        y = x.repeat(N)
+        loss = (y * w).sum()
+        if step >= late:
+            array = y.numpy()
+            array[::7] = 7.0
+            del array
+        if reads_on:
+            loss = loss + ((y * 2.0) * w).sum()
+        del y
+        boundary()
+        loss.backward()
+        assert w.grad is not None
+        return w.grad
+
+    ordinary = [step(each) for each in range(6)]
+    with contextlib.closing(
+        delta.Runtime("100%", device="cpu", policy="stress_drop_all", min_bytes=0)
+    ) as runtime:
+        for each, expected in enumerate(ordinary):
+            with runtime.step():
+                assert torch.equal(step(each), expected), each
+        assert (runtime.report().totals.drops > 0) == (late > 0)
+
+
+@pytest.mark.timeout(120)
+def test_many_arrays_that_are_kept_cost_no_look_at_each() -> None:
+    """A replay buffer: what is looked at in each step is what has gone since the last one."""
+    arrays = [torch.ones(4).numpy() for _ in range(10)]
+    with delta.Runtime("100%", device="cpu") as runtime:
+        with runtime.step():
+            pass
+        arrays = [torch.ones(4).numpy() for _ in range(2000)]
+        assert len(raw_access._lent) == 2000
+        del arrays[::2]
+        assert len(raw_access._gone) + 2000 - len(raw_access._lent) == 1000
+        raw_access.take_back()
+        assert len(raw_access._lent) == 1000 and not raw_access._gone
+        with pytest.raises(TypeError):
+            torch.ones(4).numpy(wrong=True)  # type: ignore[call-arg]
+        assert len(raw_access._returned) == 1
+        raw_access.take_back()
+        assert len(raw_access._lent) == 1000 and not raw_access._returned
+    runtime.close()
+    assert not raw_access._lent
