@@ -568,8 +568,9 @@ void Session::check_content(Page& page, const at::Tensor& t) {
   auto* storage = storage_of(t);
   if (!page.current->watched) {
     if (page.unguarded && watches()) {
-      if (page.current->producer) {
-        forget_shared(page);  // it was handed out while nobody looked
+      // It was handed out while nobody looked. What is copied lazily moves before it is written to.
+      if (page.current->producer && page.data != nullptr) {
+        forget_shared(page);
       }
       if (can_watch(page)) {
         watch(*page.current, storage->data(), page.bytes);
