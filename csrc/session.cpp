@@ -408,11 +408,7 @@ void Session::find_owners(Page& page, const c10::DataPtr& data) {
     page_index_.for_each_over(pages_, page.data, page.bytes,
                               [&](Page& other) { link_if_aliases(page, other); });
   } else if (page.data != nullptr && foreign_ranges_.meets(page.data, page.bytes)) {
-    page_index_.for_each_over(pages_, page.data, page.bytes, [&](Page& other) {
-      if (other.in_foreign) {
-        link_if_aliases(page, other);
-      }
-    });
+    for_each_foreign_over(page, [&](Page& other) { link_if_aliases(page, other); });
   }
 }
 
@@ -527,14 +523,33 @@ void Session::spoil_others(Page& page) {
   });
 }
 
+// Calls `act` with each page of `foreign_` over the memory of this one. Few are looked through;
+// many are found among all pages, which are in order then.
+template <class Act>
+void Session::for_each_foreign_over(Page& page, const Act& act) {
+  if (foreign_.size() > kFewForeign) {
+    page_index_.for_each_over(pages_, page.data, page.bytes, [&](Page& other) {
+      if (other.in_foreign) {
+        act(other);
+      }
+    });
+    return;
+  }
+  for (size_t i = 0, n = foreign_.size(); i < n; ++i) {  // `act` may add to them
+    if (foreign_[i]->lies_over(page.data, page.bytes)) {
+      act(*foreign_[i]);
+    }
+  }
+}
+
 // Calls `act` with each other page over the same memory.
 template <class Act>
 void Session::for_each_alias(Page& page, const Act& act) {
   if (!page.has_aliases) {
     return;
   }
-  page_index_.for_each_over(pages_, page.data, page.bytes, [&](Page& other) {
-    if (&other != &page && other.in_foreign) {
+  for_each_foreign_over(page, [&](Page& other) {
+    if (&other != &page) {
       act(other);
     }
   });
@@ -548,15 +563,15 @@ bool Session::holds(const Value& value, const c10::StorageImpl& storage) const {
              value.hash;
 }
 
-// Whether looking at all of the page, each time that an op reads a small part of it, has taken long
-// enough: of a data set in one storage each step reads a few rows.
-bool Session::is_dear_to_watch(Page& page, const at::Tensor& t) const {
+// All of the page was looked at for an op that reads this tensor. Where ops read small parts of it
+// again and again, as rows of a data set, that gets too dear.
+void Session::note_look(Page& page, const at::Tensor& t) {
   if (!page.unguarded || page.bytes <= kCheapToWatchBytes) {
-    return false;
+    return;
   }
   const int64_t worth = kMostTimesRead * static_cast<int64_t>(t.numel() * t.element_size());
   page.looked_in_vain_bytes = std::max<int64_t>(0, page.looked_in_vain_bytes + page.bytes - worth);
-  return page.looked_in_vain_bytes > kMostLooksInVain * page.bytes;
+  page.dear_to_watch |= page.looked_in_vain_bytes > kMostLooksInVain * page.bytes;
 }
 
 // An op is about to read the page: is what lies there what we think? On an accelerator nobody can
@@ -579,8 +594,8 @@ void Session::check_content(Page& page, const at::Tensor& t) {
     return;
   }
   if (holds(*page.current, *storage)) {
-    if (is_dear_to_watch(page, t)) {
-      page.dear_to_watch = true;
+    note_look(page, t);
+    if (page.dear_to_watch) {
       forget_shared(page);
     }
     return;

@@ -218,6 +218,8 @@ constexpr int64_t kMostLooksInVain = 8;
 constexpr int64_t kMostCopiedBytes = 256 * 1024;
 constexpr int64_t kWorthACopy = 8;
 
+constexpr size_t kFewForeign = 256;  // pages that are looked through one by one
+
 constexpr int64_t kForGood = -1;  // no loan: whoever got the memory may keep it
 
 constexpr size_t kMostTraceRows = 1 << 20;  // of one step
@@ -521,7 +523,7 @@ struct Session : c10::intrusive_ptr_target {
   void end_loans();
   bool watches() const;
   bool can_watch(const Page& page) const;
-  bool is_dear_to_watch(Page& page, const at::Tensor& t) const;
+  void note_look(Page& page, const at::Tensor& t);
   void forget_shared(Page& page);
   void watch(Value& value, const void* data, int64_t bytes) const;
   void share_with_others(Page& page, int64_t loan = kForGood, ToClone* to_clone = nullptr);
@@ -530,6 +532,8 @@ struct Session : c10::intrusive_ptr_target {
   bool nothing_is_saved_at_rest() const;
   void before_write_of_others(Page& page, ToClone& to_clone);
   void spoil_others(Page& page);
+  template <class Act>
+  void for_each_foreign_over(Page& page, const Act& act);
   template <class Act>
   void for_each_alias(Page& page, const Act& act);
   void spoil_anchor(Page& page);

@@ -214,7 +214,7 @@ struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   Residency residency = Residency::Resident;
   bool unguarded = false;      // others may write to its memory unseen
   bool has_aliases = false;    // there are pages of other storages over the same memory
-  bool dear_to_watch = false;  // see Session::is_dear_to_watch
+  bool dear_to_watch = false;  // see Session::note_look
   int64_t looked_in_vain_bytes = 0;
   bool in_foreign = false;  // it is in Session::foreign_
   int32_t loans = 0;        // arrays that it is unguarded for; 0: it is so for good, if it is

@@ -18,7 +18,8 @@ def test_the_accelerator_tests_pass_on_the_simulated_one():
     if shutil.which("ninja") is None or shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("the simulated accelerator is compiled: needs a C++ compiler and ninja")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/accelerator"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+        + ["tests/accelerator"],
         cwd=ROOT,
         env=os.environ | {"DELTA_TEST_DEVICE": "fake", "PYTHONPATH": str(ROOT)},
         capture_output=True,

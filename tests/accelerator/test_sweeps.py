@@ -25,15 +25,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 MODES = ("drop_all", "swap_all", "mix")
 MODELS = [name for name in ZOO if name not in UNSUPPORTED.get(TYPE, ())]
 DEAR = ("lstm", "mamba", "swin", "t5", "inplace_resnet")
-"""Models of very many ops, or slow ones on the simulated device: there only a random part leaves."""
-RUNS = (
-    [
-        (name, "mix" if name in DEAR else MODES[index % len(MODES)])
-        for index, name in enumerate(MODELS)
-    ]
-    if TYPE == "fake"
-    else list(itertools.product(MODELS, MODES))
-)
+"""On the simulated device a minute where everything leaves: there, in `make test`, only a random part does."""
+
+
+def _simulated_runs() -> list[object]:
+    runs: list[object] = []
+    for index, name in enumerate(MODELS):
+        mode = MODES[index % len(MODES)]
+        dear = name in DEAR and mode != "mix"
+        runs.append(pytest.param(name, mode, marks=[pytest.mark.slow] * dear))
+        runs += [(name, "mix")] * dear
+    return runs
+
+
+RUNS = _simulated_runs() if TYPE == "fake" else list(itertools.product(MODELS, MODES))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -681,7 +681,9 @@ class AgainstNaive(RuleBasedStateMachine):
         assert set(queue.pages.tolist()) == candidates
         assert len(queue) == len(candidates)
         judged = [naive.judge(page, self.now) for page in queue.pages.tolist()]
-        assert queue.weights == pytest.approx([weight for weight, _ in judged], rel=1e-9, abs=1e-15)
+        assert queue.weights == pytest.approx(
+            [weight for weight, _ in judged], rel=1e-13, abs=1e-15
+        )
         scores = np.array([weight / ticks for weight, ticks in judged])
         assert np.all(np.diff(scores) >= -1e-9 * scores[1:] - 1e-15)
 
