@@ -1,7 +1,8 @@
 """The benchmarks' own arithmetic: what they say of a step, and of one policy beside another.
 
 Covers: the sum of least pieces of disturbed steps (scripts/piecewise.py), by property and on a real model; verdicts,
-turns that fail and turns that are cut short (scripts/bench_swap.py); that the committed results can be read.
+turns that fail and turns that are cut short (scripts/bench_swap.py); how often the interval of a comparison holds the
+true median (scripts/compare_trees.py); that the committed results can be read.
 Does not cover: how long anything takes.
 """
 
@@ -27,6 +28,7 @@ from delta_runtime import cpu_pool
 from scripts import bench_swap
 from scripts.bench_recompute import Spread
 from scripts.bench_swap import Bench, Cell, Contender, Findings, judged, quiet_by_rounds
+from scripts.compare_trees import interval
 from scripts.piecewise import PieceTimer, quiet_seconds
 from tests.support.fixtures import one_thread  # noqa: F401
 
@@ -45,6 +47,22 @@ def test_disturbed_steps_are_put_together(pieces: int, steps: int, seed: int) ->
 def test_steps_of_other_pieces_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\[2, 3\] pieces"):
         quiet_seconds([np.array([1.0, 3.0]), np.array([2.0, 0.5, 1.0])])
+
+
+@pytest.mark.parametrize("n", [6, 10, 25])
+def test_intervals_of_medians_hold_them(n: int) -> None:
+    samples = np.random.default_rng(n).exponential(size=(4000, n))
+    bounds = np.array([interval(list(sample)) for sample in samples])
+    held = ((bounds[:, 0] <= np.log(2)) & (np.log(2) <= bounds[:, 1])).mean()
+    assert held > 0.94
+    assert all(low in sample and high in sample for (low, high), sample in zip(bounds, samples))
+    if n == 25:  # not wider than it must be
+        assert held < 0.97
+
+
+def test_few_numbers_give_their_range() -> None:
+    assert interval([3.0]) == (3.0, 3.0)
+    assert interval([2.0, 5.0, 1.0]) == (1.0, 5.0)
 
 
 class Slow(nn.Module):
