@@ -448,6 +448,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", default=(), choices=[p.__name__ for p in PROGRAMS])
     parser.add_argument("--ordinary", action="store_true", help="without a runtime")
     options = parser.parse_args(argv)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell starts jobs in the background with SIGINT ignored: every one that is sent would count as lost.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     outcome = stress(
         options.interrupts,
