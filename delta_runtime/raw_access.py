@@ -7,7 +7,7 @@ first; what they do is unchanged. (Not from step to step: each change of a class
 An array is a loan: when it is gone, nobody can write through it any more.
 
 Not covered: code that has the address of a tensor (`data_ptr`, C++ extensions, ctypes, consumers of
-`__dlpack_c_exchange_api__`). What such code changes is found by evidence, or told by
+`__cuda_array_interface__` and of `__dlpack_c_exchange_api__`). What such code changes is found by evidence, or told by
 `delta_runtime.mark_written`.
 """
 
