@@ -113,7 +113,8 @@ std::shared_ptr<const Suspects> Session::suspects_of(
 }
 
 void Session::compare_later(Page& page, const c10::Storage& storage, bool copied,
-                            std::shared_ptr<const Suspects> suspects) {
+                            std::shared_ptr<const Suspects> suspects,
+                            std::vector<uint64_t> proved) {
   page.hashed = false;
   const Value& value = *page.current;
   Comparison noted;
@@ -123,6 +124,7 @@ void Session::compare_later(Page& page, const c10::Storage& storage, bool copied
   noted.value_keys = {value.trust_key(), value.sequence_key()};
   noted.copied = copied;
   noted.suspects = std::move(suspects);
+  noted.proved = std::move(proved);
   noted.went = page.went;
   noted.storage = storage;
   noted.stream = current_stream_id(options_.device);
@@ -208,6 +210,9 @@ std::string Session::judge() {
     forget_hash(each.came);
     if (same) {
       note_same(evidence_[each.key]);
+      for (const uint64_t key : each.proved) {
+        note_same(evidence_[key]);
+      }
       continue;
     }
     ++counters_.mismatches;

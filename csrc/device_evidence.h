@@ -22,7 +22,8 @@ struct Suspects {
 struct Comparison {
   int64_t bytes = 0;
   const OpInfo* maker = nullptr;
-  uint64_t key = 0;  // of its evidence
+  uint64_t key = 0;              // of its evidence
+  std::vector<uint64_t> proved;  // keys of the ops that made it again
   std::vector<uint64_t> value_keys;
   bool copied = false;
   std::shared_ptr<const Suspects> suspects;  // of what was recomputed

@@ -5,12 +5,15 @@
 //     dispatcher have all made plain ops come out different. So the bytes of a value are hashed
 //     when it goes and compared when it is back: always in the first steps of each sequence of ops,
 //     then in a seeded sample that takes each value once in `kMostStepsBetween` steps.
-//  2. What an op that is not PyTorch's own stands behind is compared each time.
-//  3. What differs is never used. A copy that differs is as good as none: the recipe is run. Where
+//  2. A value is rebuilt from what is there by then, once by one op, once by three. So evidence is
+//     counted for ops too: each that ran in a rebuild whose result was compared. A value is
+//     compared as long as some op between it and the saved values it comes from was never seen.
+//  3. What an op that is not PyTorch's own stands behind is compared each time.
+//  4. What differs is never used. A copy that differs is as good as none: the recipe is run. Where
 //     that differs too, an error is raised; its ops are not run again from then on, and nothing is
 //     recomputed from what it read. From then on no op is certain: each is compared while the
 //     original is there.
-//  4. On an accelerator hashes are made and kept there, and are compared when the step's backward
+//  5. On an accelerator hashes are made and kept there, and are compared when the step's backward
 //     is over: see device_evidence.cpp. What differs has been used by then, and the error says so.
 #include <sstream>
 
@@ -23,6 +26,37 @@ namespace {
 
 constexpr int32_t kFirstSteps = 2;         // in which everything is compared
 constexpr int64_t kMostStepsBetween = 49;  // two comparisons of a value after that
+
+uint64_t op_key(const Value& made) { return mix(made.sequence, 2); }
+
+// Calls `act(value)` with the value and those behind it that are made again with it: not saved, and
+// not held for recipes. Stops where `act` returns false; returns whether it never did.
+template <class Act>
+bool each_of_recipe(const Value& value, const Act& act) {
+  constexpr size_t most = 64;
+  c10::SmallVector<const Value*, 8> stack{&value};
+  c10::SmallVector<const OpRecord*, 8> seen;
+  while (!stack.empty()) {
+    const Value& made = *stack.back();
+    stack.pop_back();
+    const OpRecord& op = *made.producer;
+    if (std::find(seen.begin(), seen.end(), &op) != seen.end()) {
+      continue;
+    }
+    seen.push_back(&op);
+    if (seen.size() > most || !act(made)) {
+      return false;
+    }
+    for (const auto& ref : op.inputs) {
+      const Value& read = *ref.value;
+      const bool saved = read.home != nullptr && read.home->tickets > 0;
+      if (ref.needs_content() && read.producer && !read.anchor && !saved) {
+        stack.push_back(&read);
+      }
+    }
+  }
+  return true;
+}
 
 PythonRandom& python_random() {
   static auto* hooks = new PythonRandom();  // never freed: they hold Python objects
@@ -50,7 +84,8 @@ bool Session::take_evidence(Page& page, bool copied) {
       evidence_.clear();
     }
     const Evidence& known = evidence_[evidence_key(value, copied)];
-    wanted = known.steps < kFirstSteps || step_ >= known.due_step;
+    wanted = known.steps < kFirstSteps || step_ >= known.due_step ||
+             (!copied && !is_proven(value) && sabotage() != Sabotage::AuditedForEver);
   }
   if (!wanted) {
     return true;
@@ -64,12 +99,13 @@ bool Session::take_evidence(Page& page, bool copied) {
 }
 
 bool Session::is_as_it_went(Page& page, const c10::Storage& storage, bool copied,
-                            std::shared_ptr<const Suspects> suspects) {
+                            std::shared_ptr<const Suspects> suspects,
+                            std::vector<uint64_t> proved) {
   if (!page.hashed) {
     return true;
   }
   if (device_evidence_ && static_cast<int64_t>(storage.nbytes()) == page.bytes) {
-    compare_later(page, storage, copied, std::move(suspects));
+    compare_later(page, storage, copied, std::move(suspects), std::move(proved));
     return true;
   }
   ++counters_.comparisons;
@@ -79,7 +115,29 @@ bool Session::is_as_it_went(Page& page, const c10::Storage& storage, bool copied
   }
   page.hashed = false;
   note_same(evidence_[evidence_key(*page.current, copied)]);
+  for (const uint64_t key : proved) {
+    note_same(evidence_[key]);
+  }
   return true;
+}
+
+bool Session::is_proven(const Value& value) const {
+  return !value.producer || each_of_recipe(value, [&](const Value& made) {
+    const auto known = evidence_.find(op_key(made));
+    return known != evidence_.end() && known->second.steps >= kFirstSteps;
+  });
+}
+
+// The keys of the ops behind the value that a rebuild of it has run.
+std::vector<uint64_t> Session::proved_by(const Value& value, const RanOps& ran) const {
+  std::vector<uint64_t> keys;
+  each_of_recipe(value, [&](const Value& made) {
+    if (ran.count(made.producer.get()) > 0) {
+      keys.push_back(op_key(made));
+    }
+    return true;
+  });
+  return keys;
 }
 
 // Says when a value that came back as it went is to be compared again. On an accelerator that is

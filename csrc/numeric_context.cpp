@@ -80,13 +80,20 @@ const std::array<Place, 6> kPlaces = {{
     {at::Float32Backend::CUDA, at::Float32Op::RNN, false},
 }};
 
+// Flush to zero, denormals are zero, and the way of rounding.
+#if defined(__x86_64__)
+constexpr uint32_t kFloatControl = 0xe040;
+#elif defined(__aarch64__)
+constexpr uint32_t kFloatControl = 7U << 22;
+#endif
+
 uint32_t read_float_control() {
 #if defined(__x86_64__)
-  return _mm_getcsr() & 0x8040U;  // flush to zero, denormals are zero
+  return _mm_getcsr() & kFloatControl;
 #elif defined(__aarch64__)
   uint64_t fpcr;
   asm volatile("mrs %0, fpcr" : "=r"(fpcr));
-  return static_cast<uint32_t>(fpcr & (1U << 24));
+  return static_cast<uint32_t>(fpcr & kFloatControl);
 #else
   return 0;
 #endif
@@ -94,11 +101,11 @@ uint32_t read_float_control() {
 
 void write_float_control(uint32_t bits) {
 #if defined(__x86_64__)
-  _mm_setcsr((_mm_getcsr() & ~0x8040U) | bits);
+  _mm_setcsr((_mm_getcsr() & ~kFloatControl) | bits);
 #elif defined(__aarch64__)
   uint64_t fpcr;
   asm volatile("mrs %0, fpcr" : "=r"(fpcr));
-  fpcr = (fpcr & ~(uint64_t{1} << 24)) | bits;
+  fpcr = (fpcr & ~uint64_t{kFloatControl}) | bits;
   asm volatile("msr fpcr, %0" : : "r"(fpcr));
 #else
   (void)bits;

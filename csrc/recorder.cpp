@@ -683,11 +683,17 @@ void Session::log_inputs(LoggedOp& row, const OpRecord& record) {
   row.n_inputs = static_cast<int32_t>(log_inputs_.size()) - row.first_input;
 }
 
+// A loop without backward has no steps: it saves nothing, or its graphs die unused.
+bool Session::may_have_backward() const {
+  const int64_t saved = counters_.packs - packs_before_step_;
+  return counters_.unpacks > unpacks_before_step_ ||
+         (saved > 0 && saved <= kSavedInVain * live_tickets_);
+}
+
 void Session::log_begin(OpenOp& open, c10::ArrayRef<const c10::IValue> inputs) {
   Guard guard(*this);
-  // A loop without backward has no steps: what it does is not worth remembering.
-  const bool saves = counters_.packs > packs_before_step_;
-  if (log_ops_.size() >= (saves ? kMostLoggedOps : kMostLoggedOpsWithoutSaves)) {
+  if (log_ops_.size() >= kMostLoggedOpsWithoutSaves &&
+      (log_ops_.size() >= kMostLoggedOps || !may_have_backward())) {
     logging_ = false;
     forget_log();
     return;

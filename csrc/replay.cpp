@@ -52,6 +52,7 @@ using PagePtrs = std::vector<c10::intrusive_ptr<Page>>;
 struct Plan {
   std::vector<c10::intrusive_ptr<OpRecord>> ops;
   std::vector<uint64_t> shortcuts;  // keys of those that were taken
+  RanOps ran;                       // so far
   ska::flat_hash_map<Value*, Slot> slots;
   std::shared_ptr<const Suspects> suspects;  // made when something of it is to be compared later
 };
@@ -550,7 +551,11 @@ void install(Session& session, Plan& plan, Page& page, const c10::Storage& stora
   if (page.hashed && session.device_evidence_ && !plan.suspects) {
     plan.suspects = session.suspects_of(plan.ops);
   }
-  if (!session.is_as_it_went(page, storage, /*copied=*/false, plan.suspects)) {
+  std::vector<uint64_t> proved;
+  if (page.hashed) {
+    proved = session.proved_by(*page.current, plan.ran);
+  }
+  if (!session.is_as_it_went(page, storage, /*copied=*/false, plan.suspects, std::move(proved))) {
     throw Different{&page};
   }
   session.rehome(page, storage);
@@ -607,6 +612,7 @@ c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs, b
     }
     Session::Guard guard(session);
     ++session.counters_.replayed_ops;
+    plan.ran.insert(op.get());
     for (auto& ref : op->inputs) {
       if (!ref.needs_content()) {
         continue;
@@ -672,6 +678,7 @@ void discard(Session& session, Plan& plan, c10::intrusive_ptr<Value>* root = nul
   }
   plan.slots.clear();
   plan.ops.clear();
+  plan.ran.clear();
   plan.suspects.reset();
   if (root != nullptr) {
     root->reset();

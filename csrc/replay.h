@@ -9,7 +9,14 @@
 
 namespace delta {
 
-// No autograd, autocast, Python dispatch, observer or profiler below this.
+// What a backward that is called under torch.func or with batched gradients has on its thread: what
+// is made again there was made outside of it.
+constexpr c10::DispatchKeySet kTransforms{c10::DispatchKey::VmapMode,
+                                          c10::DispatchKey::FuncTorchVmapMode,
+                                          c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                          c10::DispatchKey::FuncTorchDynamicLayerBackMode};
+
+// No autograd, autocast, Python dispatch, transforms, observer or profiler below this.
 class Quiet {
  public:
   Quiet();
@@ -20,7 +27,8 @@ class Quiet {
  private:
   bool was_replaying_;
   at::NoGradGuard no_grad_;
-  c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset | c10::python_ks};
+  c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset | c10::python_ks |
+                                                  kTransforms};
   at::RecordFunctionGuard no_callbacks_{/*is_enabled=*/false};
 };
 

@@ -198,6 +198,7 @@ void Session::begin_step() {
   fingerprint_ = 0;
   sequence_ = 0;
   packs_before_step_ = counters_.packs;
+  unpacks_before_step_ = counters_.unpacks;
   saves_ = 0;
   held_.clear();
   cloned_bytes_ = 0;
@@ -807,7 +808,7 @@ void Session::clone_sources(const ToClone& sources) {
     c10::Storage copy;
     if (sabotage() != Sabotage::NoCloneOnWrite) {
       try {
-        const c10::Storage old = value->anchor ? value->anchor : storage_to_copy(*value);
+        const c10::Storage old = storage_to_copy(*value);
         auto* allocator = c10::GetAllocator(old.device_type());
         c10::DataPtr data = allocator->allocate(old.nbytes());
         allocator->copy_data(data.get(), old.data(), old.nbytes());
@@ -831,9 +832,12 @@ void Session::clone_sources(const ToClone& sources) {
   }
 }
 
-// Of a source that is copied before anything needs it.
+// Where a source lies, whether or not anything needs it yet.
 c10::Storage Session::storage_to_copy(const Value& value) {
-  Guard guard(*this);
+  Guard guard(*this);  // another thread may be about to copy it too
+  if (value.anchor) {
+    return value.anchor;
+  }
   has_anchors_ = true;
   TORCH_CHECK(value.home != nullptr, "delta_runtime: the source is gone");
   auto alive = value.home->weak.lock();

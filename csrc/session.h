@@ -201,6 +201,7 @@ struct Counters {
 constexpr int32_t kMostDepth = 512;
 constexpr size_t kMostLoggedOps = 1 << 20;
 constexpr size_t kMostLoggedOpsWithoutSaves = 1 << 14;
+constexpr int64_t kSavedInVain = 16;  // times as much as is still there: no backward will need it
 constexpr size_t kMostEvidence = 1 << 17;
 constexpr size_t kMostEvents = 1 << 16;  // that pile up before they are drained
 
@@ -357,6 +358,7 @@ std::string mismatch_text(const Page& page, const std::vector<c10::intrusive_ptr
 std::string names_of(const std::vector<const OpInfo*>& ops);
 std::string likely_causes();
 uint64_t evidence_key(const Value& value, bool copied);
+using RanOps = ska::flat_hash_set<const OpRecord*>;  // in one rebuild
 
 struct Session : c10::intrusive_ptr_target {
   explicit Session(SessionOptions options);
@@ -387,6 +389,7 @@ struct Session : c10::intrusive_ptr_target {
   LoggedOp new_row(const OpInfo& info);
   void log_inputs(LoggedOp& row, const OpRecord& record);
   void log_begin(OpenOp& open, c10::ArrayRef<const c10::IValue> inputs);
+  bool may_have_backward() const;  // under the lock
   void note_stuck(const OpenOp& open, int64_t watermark_bytes);
   void note_alone();  // under the lock
   c10::intrusive_ptr<Value> new_value(OpenOp& open, bool unknown, int64_t bytes, bool is_argument,
@@ -455,8 +458,11 @@ struct Session : c10::intrusive_ptr_target {
   // Its content is about to go. False: not before take_hashes() was here.
   bool take_evidence(Page& page, bool copied);
   bool is_as_it_went(Page& page, const c10::Storage& storage, bool copied,
-                     std::shared_ptr<const Suspects> suspects = nullptr);
+                     std::shared_ptr<const Suspects> suspects = nullptr,
+                     std::vector<uint64_t> proved = {});
   void note_same(Evidence& known);
+  bool is_proven(const Value& value) const;  // each op that a rebuild may run was seen to repeat
+  std::vector<uint64_t> proved_by(const Value& value, const RanOps& ran) const;
   void taint(const Value& source);
   void lose_trust(const std::vector<c10::intrusive_ptr<OpRecord>>& ops);
 
@@ -470,7 +476,7 @@ struct Session : c10::intrusive_ptr_target {
   std::shared_ptr<const Suspects> suspects_of(
       const std::vector<c10::intrusive_ptr<OpRecord>>& ops) const;
   void compare_later(Page& page, const c10::Storage& storage, bool copied,
-                     std::shared_ptr<const Suspects> suspects);
+                     std::shared_ptr<const Suspects> suspects, std::vector<uint64_t> proved);
   void hash_returned();  // before anybody gets it
   std::string take_verdict();
   std::string keep_verdict(const std::string& text);  // unless there is one; returns it
@@ -589,6 +595,7 @@ struct Session : c10::intrusive_ptr_target {
   uint64_t saves_ = 0;        // what was saved since it was made
   uint64_t sequence_ = 0;     // as fingerprint_, but of the ops' names alone
   int64_t packs_before_step_ = 0;
+  int64_t unpacks_before_step_ = 0;
   uint64_t stranger_draws_before_ = stranger_draws().from_default();  // when the session began
   uint64_t walk_ = 0;
   bool has_anchors_ = false;   // of values that some page holds now

@@ -1,13 +1,15 @@
 """What Python code does to a tensor's memory past PyTorch's dispatcher, made visible to the runtime.
 
-Covers the methods that write to a tensor without an op (`apply_`, `map_`, those of storages) and the ones
-that hand its memory to others who may write to it (`numpy`, `__array__`, DLPack, slices of a storage). From
+Covers the methods that write to a tensor without an op (`apply_`, `map_`, those of storages) the collectives of a
+backend's own object, and the methods that hand its memory to others who may write to it (`numpy`, `__array__`, DLPack,
+slices of a storage). From
 the first time that a runtime is entered until it is closed, and nothing that it saved is left, they tell it
 first; what they do is unchanged. (Not from step to step: each change of a class costs all that uses it.)
 An array is a loan: when it is gone, nobody can write through it any more.
 
 Not covered: code that has the address of a tensor (`data_ptr`, C++ extensions, ctypes, consumers of
-`__cuda_array_interface__` and of `__dlpack_c_exchange_api__`). What such code changes is found by evidence, or told by
+`__cuda_array_interface__` and of `__dlpack_c_exchange_api__`), and methods that were taken off their class before a
+runtime was entered (`to_numpy = torch.Tensor.numpy`). What such code changes is found by evidence, or told by
 `delta_runtime.mark_written`.
 """
 
@@ -17,7 +19,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,13 @@ from delta_runtime.extension import _C
 
 _WRITERS = ("apply_", "map_", "map2_")
 _LENDERS = ("numpy", "__array__")
+_COLLECTIVES = (
+    *("broadcast", "allreduce", "allreduce_coalesced", "reduce", "allgather", "_allgather_base"),
+    *("allgather_coalesced", "allgather_into_tensor_coalesced", "gather", "scatter", "alltoall"),
+    *("alltoall_base", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+    *("send", "recv", "recv_anysource"),
+)
+"""Of a backend, called past `torch.distributed`: no op tells of them. All tensors count as written."""
 _STORAGE_WRITERS = ("fill_", "copy_", "byteswap", "resize_", "__setitem__", "_set_from_file")
 
 
@@ -141,6 +150,27 @@ def _wrap(owner: Any, name: str, *, writes: bool, where: Callable[..., bool] = _
     _put(owner, name, original, method)
 
 
+def _tensors_in(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for each in arguments:
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from _tensors_in(each)
+
+
+def _wrap_collective(owner: Any, name: str) -> None:
+    """Tells of all tensors that it is given, before it is called."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for tensor in _tensors_in((*args, *kwargs.values())):
+            _tell(tensor, writes=True)
+        return original(self, *args, **kwargs)
+
+    _put(owner, name, original, method)
+
+
 def _wrap_lender(owner: Any, name: str) -> None:
     """Tells before an array is made, and remembers that."""
     original = getattr(owner, name)
@@ -179,6 +209,11 @@ def _install() -> None:
     for name in _STORAGE_WRITERS:
         _wrap(torch.UntypedStorage, name, writes=True)
     _wrap(torch.UntypedStorage, "__getitem__", writes=False, where=_is_slice)
+    distributed = getattr(torch._C, "_distributed_c10d", None)  # some builds are without
+    backend = getattr(distributed, "Backend", None)
+    for name in _COLLECTIVES:
+        if hasattr(backend, name):
+            _wrap_collective(backend, name)
     for module in (torch, torch.utils.dlpack):
         _wrap(module, "to_dlpack", writes=False)
 

@@ -210,6 +210,7 @@ class Runtime:
         self._around_s = 0.0
         self._graph: StepGraph | None = None
         self._depth = 0
+        self._entries = 0  # times that it was entered
         self._in_step = False
         self._marked = False  # the step that ends was begun by step(), and nothing around it was
         self._alone = False  # the step that goes on is left alone
@@ -247,8 +248,30 @@ class Runtime:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._closed:
-            self._leave(error)
+        if self._is_left():
+            return
+        self._leave(error)
+
+    def _is_left(self) -> bool:
+        """Whether there is nothing to leave: it was closed or left before.
+
+        Raises:
+            UsageError: it was entered on another thread, which alone can take the hooks away; it goes
+                on as it was.
+        """
+        if self._closed or self._depth == 0:
+            return True
+        if self._thread is threading.current_thread():
+            return False
+        if self._thread.is_alive():
+            raise UsageError(
+                "this runtime is entered on another thread.",
+                found=f"the thread {self._thread.name!r}",
+                change="Leave it there.",
+            )
+        self._abandon()
+        self._release()
+        return True
 
     def step(self) -> _Step:
         """Marks one step: forward and backward inside.
@@ -286,9 +309,10 @@ class Runtime:
         self._entering_s = self._step_begin_s - called_s
 
     def _leave_step(self, error: BaseException | None) -> None:
-        self._in_step = False
-        if self._closed:  # close() has left already
+        if self._is_left():
+            self._in_step = False
             return
+        self._in_step = False
         if self._alone:
             self._leave_alone(whole=error is None)
             return
@@ -313,6 +337,7 @@ class Runtime:
             raise UsageError("this runtime is closed.", change="Make a new one.")
         if self._depth == 0:
             self._claim()
+            self._entries += 1
             try:
                 self._attach()
                 self._begin_step()
@@ -370,7 +395,7 @@ class Runtime:
 
     def _abandon(self) -> None:
         """Ends a runtime whose thread ended, hooks and observer with it, while it was entered."""
-        self._attached = False
+        self._attached = self._in_step = self._alone = False
         self._closed = True
         self._depth = 0
         self._take_from_process()
@@ -922,6 +947,7 @@ class disable(contextlib.ContextDecorator):  # noqa: N801  used like a function
 
     def __init__(self) -> None:
         self._runtime: Runtime | None = None
+        self._entry = 0  # of the runtime, that this is inside of
         self._above: Sequence[HookPair] = ()
 
     def _recreate_cm(self) -> disable:
@@ -937,13 +963,19 @@ class disable(contextlib.ContextDecorator):  # noqa: N801  used like a function
         ):
             return
         self._above = runtime._hooks_above() or ()
-        self._runtime = runtime
+        self._runtime, self._entry = runtime, runtime._entries
         runtime._detach()
 
     @shielded
     def __exit__(self, *_: object) -> None:
         runtime, self._runtime = self._runtime, None
-        if runtime is None or runtime._closed:
+        if runtime is None or runtime is not _entered or runtime._entries != self._entry:
+            return  # left meanwhile: there is nothing to put back
+        if runtime._thread is not threading.current_thread():
+            warn(
+                "delta_runtime: a block of delta_runtime.disable() ended on another thread than the one "
+                "it began on. The runtime stays off until it is left and entered again.",
+            )
             return
         for _pair in self._above:
             torch._C._autograd._pop_saved_tensors_default_hooks()

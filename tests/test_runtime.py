@@ -11,6 +11,7 @@ import ctypes
 import gc
 import threading
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -690,6 +691,50 @@ def test_disable_under_exceptions_nested_and_without_a_runtime():
         with pytest.raises(Stop), delta.disable(), delta.disable():
             raise Stop
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def loader_that_is_disabled(batches: int) -> Iterator[None]:
+    """Suspended inside of the block, as long as somebody holds it."""
+    with delta.disable():
+        for _ in range(batches):
+            yield
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["left", "entered again"])
+def test_disable_that_ends_after_its_runtime_was_left_puts_nothing_back(again):
+    runtime = delta.Runtime("100%", device="cpu")
+    loader = loader_that_is_disabled(3)
+    with runtime:
+        next(loader)
+    if again:
+        runtime.__enter__()
+    loader.close()
+    if again:
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True)[0] is runtime._hooks[0]
+        runtime.__exit__(None, None, None)
+    assert not leftovers()
+    with runtime.step(), delta.disable():
+        pass
+    runtime.close()
+    assert not leftovers()
+
+
+def test_disable_that_ends_on_another_thread_warns_and_stays_off_until_the_runtime_is_left():
+    runtime = delta.Runtime("100%", device="cpu")
+    loader = loader_that_is_disabled(3)
+    with runtime:
+        next(loader)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            thread = threading.Thread(target=loader.close)
+            thread.start()
+            thread.join()
+        assert ["another thread" in str(each.message) for each in told] == [True]
+    assert not leftovers()
+    with runtime:
+        assert runtime._attached
+    runtime.close()
+    assert not leftovers()
 
 
 def test_disable_inside_of_other_hooks_takes_ours_away_and_not_theirs(ordinary):

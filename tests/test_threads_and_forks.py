@@ -72,6 +72,48 @@ def test_closing_from_another_thread_is_refused_while_it_is_entered(marked):
         pass
 
 
+@pytest.mark.parametrize("marked", [True, False], ids=["step", "context"])
+def test_leaving_from_another_thread_is_refused(marked):
+    """As closing is: the hooks of this thread would stay."""
+    runtime = delta.Runtime("100%", device="cpu")
+    block = runtime.step() if marked else runtime
+    with block:
+        error = on_another_thread(lambda: block.__exit__(None, None, None))
+        assert isinstance(error, delta.UsageError)
+        assert "another thread" in str(error) and "MainThread" in str(error)
+        train(net())
+    assert runtime.report().totals.steps == 1
+    with runtime.step():  # it can be entered as before
+        train(net())
+    runtime.close()
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["step", "context"])
+def test_leaving_twice_changes_nothing(marked):
+    runtime = delta.Runtime("100%", device="cpu")
+    block = runtime.step() if marked else runtime
+    with block:
+        train(net())
+        block.__exit__(None, None, None)
+        assert not leftovers()
+    with runtime.step():
+        train(net())
+    assert runtime.report().totals.steps == 2
+    runtime.close()
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["step", "context"])
+def test_leaving_after_the_thread_that_entered_has_ended(marked):
+    """A loader, say, that was suspended inside of the block, and is collected here."""
+    runtime = delta.Runtime("100%", device="cpu")
+    block = runtime.step() if marked else runtime
+    assert on_another_thread(lambda: block.__enter__()) is None
+    block.__exit__(None, None, None)
+    assert not leftovers()
+    with pytest.raises(delta.UsageError, match="closed"), runtime:
+        pass
+
+
 def test_a_thread_that_ends_while_it_is_in_a_runtime_leaves_the_process_usable():
     budget_bytes = cpu_pool.allocated_bytes() + 2_700_000
     lost = [delta.Runtime(budget_bytes, device="cpu") for _ in range(2)]

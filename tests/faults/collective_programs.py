@@ -295,13 +295,39 @@ def reduced_over_a_source(w: Tensor, h: Tensor, k: int) -> Tensor:
     return y + w * table.cos() + h
 
 
+def _backend() -> Any:
+    """Its own methods run no op that anybody could see."""
+    return dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+
+
+def reduced_by_the_backend(w: Tensor, h: Tensor, k: int) -> Tensor:
+    with torch.no_grad():
+        part = h.detach() * 2.0
+        _backend().allreduce([part]).wait()
+    return part.sin() * w + h
+
+
+def reduced_by_the_backend_from_the_second_step(w: Tensor, h: Tensor, k: int) -> Tensor:
+    with torch.no_grad():
+        part = h.detach() * 2.0
+        if k > 0:
+            _backend().allreduce([part]).wait()
+    return part.sin() * w + h
+
+
+def gathered_by_the_backend(w: Tensor, h: Tensor, k: int) -> Tensor:
+    parts = [torch.zeros(N, N) for _ in range(dist.get_world_size())]
+    _backend().allgather([parts], [h.detach().contiguous()]).wait()
+    return parts[-1].sin() * w + parts[0].cos() * h
+
+
 def by_the_differentiable_functions(w: Tensor, h: Tensor, k: int) -> Tensor:
     from torch.distributed.nn import functional as differentiable
 
     return differentiable.all_reduce(h * 1.5).exp() * w
 
 
-ALONE = [*IN_PLACE, functional]
+ALONE = [*IN_PLACE, functional, gathered_by_the_backend]
 TOGETHER = [
     *IN_PLACE,
     reduced,
@@ -319,6 +345,9 @@ TOGETHER = [
     reduced_over_a_source,
     by_the_differentiable_functions,
     functional,
+    reduced_by_the_backend,
+    reduced_by_the_backend_from_the_second_step,
+    gathered_by_the_backend,
 ]
 
 _tables: list[Tensor] = []

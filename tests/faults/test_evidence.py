@@ -295,3 +295,42 @@ def test_an_op_that_was_trusted_is_loud_within_fifty_steps_of_the_first_differen
             runtime._boundary()
         assert first <= k
         drifting(w).sum().backward()  # the next step works
+
+
+# ---------------------------------------------------------------------------------- which recipe was seen
+
+
+def held_in_the_first(steps: int) -> Callable[[], Step]:
+    """A value that is written by its address, in every step, and dies before backward only in the later ones.
+
+    As long as it lives what was made from it is rebuilt by one op, later by two; the first was never run again.
+    """
+
+    def program() -> Step:
+        w, v = leaf(N, N), leaf(N, N, seed=1)
+        content = torch.linspace(-1, 1, N * N).view(N, N)
+
+        def step(k: int) -> list[Tensor]:
+            held = []
+
+            def forward() -> Tensor:
+                b = v.detach() * 1.5
+                ctypes.memmove(b.data_ptr(), content.data_ptr(), b.nbytes)
+                if k < steps:
+                    held.append(b)
+                return (b.sin() * w * v).mean()
+
+            loss = forward()
+            loss.backward()
+            return [loss.detach(), *taken(w, v)]  # type: ignore[list-item]
+
+        return step
+
+    return program
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+def test_an_op_that_was_never_run_again_is_no_proven_part_of_a_recipe(steps: int) -> None:
+    found = outcome(held_in_the_first(steps), "drop_all", steps=steps + 3)
+    assert isinstance(found, Loud), found
+    assert found.steps == (steps,)  # at once, and the next steps work

@@ -272,6 +272,23 @@ def test_a_loop_without_backward_is_flat(
     assert records[-1] - records[0] < 200
 
 
+@pytest.mark.parametrize("entered", [True, False], ids=["entered", "in_one_step"])
+def test_a_loop_whose_graphs_die_unused_is_not_remembered(entered: bool) -> None:
+    """An evaluation with gradients on saves tensors and has no step: nothing is logged of it for ever."""
+    state = _state()
+    runtime = delta.Runtime("100%", device="cpu", min_bytes=0, policy="recompute")
+    with runtime if entered else runtime.step():
+        for k in range(4000):
+            loss_without_backward(state, k)
+        assert not runtime._session.logging()
+        assert not runtime._session.logged_ops()
+        state["model"](state["x"]).square().mean().backward()
+    with runtime.step():  # the next one is
+        state["model"](state["x"]).square().mean().backward()
+    assert runtime.graph().n_ops < 100
+    runtime.close()
+
+
 @pytest.mark.parametrize("kept", ["graph", "value"])
 def test_evaluation_between_steps_of_training(kept: str) -> None:
     """What training keeps over it, a graph or a recorded value, does not make it keep every iteration."""
