@@ -333,7 +333,7 @@ class Stress:
             f"program {finding.number} of seed {self.options.seed}, family {self.options.family}, "
             f"from {case.program.size()} to {smallest.program.size()} instructions "
             f"({smallest.judged} programs run)",
-            f"{smallest.result.verdict.value}: {smallest.result.detail.partition(chr(10))[0]}",
+            f"{smallest.result.verdict.value}: {smallest.result.detail}".replace("\n", "\n# "),
             f"faults: {', '.join(sorted(f.value for f in smallest.program.faults()))}",
         )
         print("\n" + "#" * 100)

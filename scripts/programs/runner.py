@@ -24,7 +24,7 @@ import torch
 from delta_runtime import _C
 from scripts.programs import driver, parts
 from scripts.programs.coverage import PLACE_OF, Cell, Place, endangered, moment_of
-from scripts.programs.driver import Peak, drive, first_difference
+from scripts.programs.driver import Job, Peak, drive, first_difference
 from scripts.programs.faults import TERMS, Family, Fault, Moment
 from scripts.programs.program import Instruction, Phase, Program
 from scripts.programs.render import Marks, render
@@ -167,6 +167,9 @@ class Watch:
             self._take(self.waiting)
 
     def _take(self, numbers: Iterable[int]) -> None:
+        # PyTorch lets nobody look at what a node has saved while another thread's backward lets go of it.
+        if any(map(_runs_backward, Job.running)):
+            return
         places = self._places()
         for number in numbers:
             attack = self.prepared.instructions[number].attack
@@ -205,6 +208,10 @@ class Watch:
                         if place is not None:
                             found.setdefault(number, set()).add(place)
         return found
+
+
+def _runs_backward(job: Job) -> bool:
+    return job.is_alive() and bool({"backward", "grad"} & set(job.function.__code__.co_names))
 
 
 _attributes: dict[type, tuple[str, ...]] = {}

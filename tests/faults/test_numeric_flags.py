@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -79,6 +81,17 @@ def no_denormals() -> Iterator[None]:
 
 
 @contextmanager
+def rounding_up() -> Iterator[None]:
+    libm = ctypes.CDLL("libm.so.6")
+    before = libm.fegetround()
+    libm.fesetround(_UP)
+    try:
+        yield
+    finally:
+        libm.fesetround(before)
+
+
+@contextmanager
 def deterministic(warn_only: bool = False) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
@@ -89,6 +102,7 @@ def deterministic(warn_only: bool = False) -> Iterator[None]:
 
 
 _IMAGE = 16
+_UP = 0x800 if platform.machine() == "x86_64" else 0x400000  # FE_UPWARD of <fenv.h>
 
 
 def convolved(x: Tensor) -> Tensor:
@@ -152,6 +166,7 @@ CASES = {
     "onednn_precision-convolution": Case(in_bfloat16(torch.backends.mkldnn.conv), convolved),
     "all_precision-linear": Case(in_bfloat16(torch.backends.mkldnn), linear),
     "denormals": Case(no_denormals, tiny),
+    "rounding": Case(rounding_up, lambda x: x * 1.3 / 0.7),
 }
 
 
