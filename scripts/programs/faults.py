@@ -134,12 +134,7 @@ TERMS: Mapping[Fault, Terms] = MappingProxyType(
         Fault.LIST_OP: Terms(_MADE),
         Fault.SEVERAL_BACKWARDS: Terms(_MADE),
         Fault.LEFT_ELSEWHERE: Terms(),
-        Fault.COMPILED: Terms(
-            _MADE,
-            loud=frozenset({"InplaceModification"}),
-            why_loud="a compiled function counts its write before it makes it: nobody can tell whether "
-            "what a recipe reads is still there",
-        ),
+        Fault.COMPILED: Terms(_MADE),
         Fault.NATIVE_CODE: Terms(
             loud=_LOUD,
             why_loud="a function in C++ stores to memory that no schema names",
