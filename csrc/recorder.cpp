@@ -117,9 +117,20 @@ std::unique_ptr<at::ObserverContext> note_stranger(const at::RecordFunction& fn)
   return std::make_unique<Observed>(/*s=*/true);
 }
 
+// Nothing that compiled code makes is followed. What it writes to may be a source of what was made
+// outside of it.
+void note_write_in_region(const at::RecordFunction& fn) {
+  if (const OpInfo* info = op_info(fn)) {
+    tell_of_writes(*info, fn.inputs(), nullptr);
+  }
+}
+
 std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& fn) {
   auto& ts = thread_state();
   if (ts.depth > 0 || ts.replaying) {
+    if (ts.open.region && !ts.replaying) {
+      note_write_in_region(fn);
+    }
     return nullptr;
   }
   c10::intrusive_ptr<Session> visited;

@@ -1,10 +1,10 @@
 """What Python code does to a tensor's memory past PyTorch's dispatcher, made visible to the runtime.
 
-Covers the methods that write to a tensor without an op (`apply_`, `map_`, those of storages) the collectives of a
-backend's own object, and the methods that hand its memory to others who may write to it (`numpy`, `__array__`, DLPack,
-slices of a storage). From
-the first time that a runtime is entered until it is closed, and nothing that it saved is left, they tell it
-first; what they do is unchanged. (Not from step to step: each change of a class costs all that uses it.)
+Covers the methods that write to a tensor without an op (`apply_`, `map_`, those of storages), the collectives of a
+backend's own object, compiled functions that write to their inputs, and the methods that hand a tensor's memory to
+others who may write to it (`numpy`, `__array__`, DLPack, slices of a storage). From the first time that a runtime is
+entered until it is closed, and nothing that it saved is left, they tell it first; what they do is unchanged. (Not from
+step to step: each change of a class costs all that uses it.)
 An array is a loan: when it is gone, nobody can write through it any more.
 
 Not covered: code that has the address of a tensor (`data_ptr`, C++ extensions, ctypes, consumers of
@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -37,6 +40,8 @@ _COLLECTIVES = (
     *("send", "recv", "recv_anysource"),
 )
 """Of a backend, called past `torch.distributed`: no op tells of them. All tensors count as written."""
+_COMPILED_CODE = os.path.join("torch", "_functorch", "_aot_autograd", "")
+"""Where the wrapper around a compiled function is, or says that it is."""
 _STORAGE_WRITERS = ("fill_", "copy_", "byteswap", "resize_", "__setitem__", "_set_from_file")
 
 
@@ -171,6 +176,29 @@ def _wrap_collective(owner: Any, name: str) -> None:
     _put(owner, name, original, method)
 
 
+def _wrap_version_counts() -> None:
+    """Tells of the inputs that a compiled function is about to write to: it counts its writes before it makes them.
+
+    What anybody else counts has been written, and is found by its version.
+    """
+    original = torch._C._increment_version
+
+    @functools.wraps(original)
+    def method(tensors: Iterable[torch.Tensor]) -> Any:
+        tensors = tuple(tensors)
+        if _is_compiled_code(sys._getframe(1).f_back):
+            for tensor in tensors:
+                _tell(tensor, writes=True)
+        return original(tensors)
+
+    _put(torch._C, "_increment_version", original, method)
+
+
+def _is_compiled_code(caller: FrameType | None) -> bool:
+    """Of what calls `torch.autograd.graph.increment_version`: whether it is the wrapper of a compiled function."""
+    return caller is not None and _COMPILED_CODE in caller.f_code.co_filename
+
+
 def _wrap_lender(owner: Any, name: str) -> None:
     """Tells before an array is made, and remembers that."""
     original = getattr(owner, name)
@@ -209,6 +237,7 @@ def _install() -> None:
     for name in _STORAGE_WRITERS:
         _wrap(torch.UntypedStorage, name, writes=True)
     _wrap(torch.UntypedStorage, "__getitem__", writes=False, where=_is_slice)
+    _wrap_version_counts()
     distributed = getattr(torch._C, "_distributed_c10d", None)  # some builds are without
     backend = getattr(distributed, "Backend", None)
     for name in _COLLECTIVES:
