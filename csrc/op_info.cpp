@@ -9,9 +9,12 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <unordered_map>
 #include <unordered_set>
+#include <vector>
 
+#include "errors.h"
 #include "per_thread.h"
 #include "shortcuts.h"
 
@@ -356,11 +359,86 @@ OpInfo* clone_op_info() {
   return info;
 }
 
+namespace {
+
+// The facts of all ops that were met, by their schemas' name pointers. A library that defines its
+// op anew (a cell of a notebook that is run again) gets the same pointer for another op.
+class OpTable final {
+ public:
+  std::atomic<uint64_t> removals{0};
+
+  static OpTable& instance() {
+    static auto* table = new OpTable();  // outlives the libraries, which end when the process does
+    return *table;
+  }
+
+  OpInfo* find_or_make(const void* key, const c10::OperatorHandle& handle) {
+    for (;;) {
+      const uint64_t before = removals.load();
+      if (OpInfo* known = find(key)) {
+        return known;
+      }
+      auto made = make_info(handle);  // without the mutex: it asks the dispatcher
+      std::lock_guard<std::mutex> guard(mutex_);
+      if (before != removals.load()) {
+        continue;
+      }
+      const auto redefined = redefined_.find(made->name);
+      if (redefined != redefined_.end()) {  // nothing that is known of its namesake holds for it
+        made->name_hash = mix(made->name_hash, redefined->second);
+      }
+      return infos_.emplace(key, std::move(made)).first->second.get();
+    }
+  }
+
+ private:
+  // The dispatcher tells of what is defined no more, under its own mutex.
+  class Listener final : public c10::OpRegistrationListener {
+   public:
+    void onOperatorRegistered(const c10::OperatorHandle&) override {}
+    void onOperatorDeregistered(const c10::OperatorHandle& op) override {
+      instance().remove(op.schema().name().c_str());
+    }
+  };
+
+  OpTable() {
+    // It is never taken back.
+    static auto* listening = new c10::RegistrationHandleRAII(
+        c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>()));
+    (void)listening;
+  }
+
+  OpInfo* find(const void* key) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    const auto it = infos_.find(key);
+    return it == infos_.end() ? nullptr : it->second.get();
+  }
+
+  void remove(const void* key) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    const auto it = infos_.find(key);
+    if (it == infos_.end()) {
+      return;
+    }
+    it->second->is_gone.store(true);
+    ++redefined_[it->second->name];
+    gone_.push_back(std::move(it->second));
+    infos_.erase(it);
+    removals.fetch_add(1);
+  }
+
+  std::mutex mutex_;
+  ska::flat_hash_map<const void*, std::unique_ptr<OpInfo>> infos_;
+  std::vector<std::unique_ptr<OpInfo>> gone_;  // records may name them
+  std::unordered_map<std::string, uint64_t> redefined_;
+};
+
+}  // namespace
+
 OpInfo* op_info(const at::RecordFunction& fn) {
-  // Keyed by the schema's name pointer, which lives as long as the operator. Misses are not cached:
-  // another kind of range may reuse the address.
-  static std::mutex mutex;
-  static ska::flat_hash_map<const void*, std::unique_ptr<OpInfo>> table;
+  // Keyed by the schema's name pointer. Misses are not cached: another kind of range may reuse the
+  // address.
+  static OpTable& table = OpTable::instance();
   // In front of it: each thread's latest op by some bits of the pointer.
   constexpr size_t kSlots = 1024;
   struct Known {
@@ -373,7 +451,7 @@ OpInfo* op_info(const at::RecordFunction& fn) {
   const void* key = fn.name();
   const auto bits = reinterpret_cast<uintptr_t>(key);
   Known& latest = per_thread<Latest>().slots[((bits >> 4) ^ (bits >> 14)) % kSlots];
-  if (latest.key == key) {
+  if (latest.key == key && !latest.info->is_gone.load(std::memory_order_relaxed)) {
     return latest.info;
   }
   auto operator_name = fn.operator_name();
@@ -384,13 +462,20 @@ OpInfo* op_info(const at::RecordFunction& fn) {
   if (!handle.has_value()) {
     return nullptr;
   }
-  std::lock_guard<std::mutex> guard(mutex);
-  auto it = table.find(key);
-  if (it == table.end()) {
-    it = table.emplace(key, make_info(*handle)).first;
-  }
-  latest = {key, it->second.get()};
+  latest = {key, table.find_or_make(key, *handle)};
   return latest.info;
+}
+
+void check_is_defined(const OpInfo& info) {
+  if (info.is_gone.load()) {
+    throw RecomputeMismatchError(
+        "delta_runtime: the op " + info.name +
+        " was defined anew, or is not defined any more, since it ran in forward, so that what it "
+        "made "
+        "cannot be recomputed. Define ops outside of the step, or leave the step out with "
+        "delta_runtime.disable(). Gradients of this backward are incomplete; weights and optimizer "
+        "state are as they were.");
+  }
 }
 
 uint64_t mix_numbers(uint64_t h, c10::ArrayRef<const c10::IValue> inputs) {

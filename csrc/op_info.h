@@ -56,6 +56,7 @@ struct OpInfo {
   size_t n_returns = 0;
   const Shortcut* shortcut = nullptr;  // a cheaper way to run it again on the CPU
   std::vector<Write> writes;           // one per argument
+  std::atomic<bool> is_gone{false};    // it is not defined any more: its handles lead nowhere
 
   bool takes_generator() const { return generator_argument >= 0; }
 
@@ -68,6 +69,8 @@ struct OpInfo {
 // region).
 OpInfo* op_info(const at::RecordFunction& fn);
 OpInfo* clone_op_info();
+void check_is_defined(
+    const OpInfo& info);  // before its handles are used: throws RecomputeMismatchError
 
 // Composite ops and autocast wrappers are transparent: what they call is recorded instead.
 bool is_transparent(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs, bool on_cpu);

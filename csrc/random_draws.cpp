@@ -131,6 +131,7 @@ void note_drawn(const OpInfo& info, std::vector<RecordedDraw>& draws) {
 
 void run_with_draws(const OpInfo& info, const std::vector<RecordedDraw>& draws,
                     torch::jit::Stack& stack) {
+  check_is_defined(info);
   const bool shared = sabotage() == Sabotage::SharedGenerator;
   if (draws.empty() || sabotage() == Sabotage::NoRngRestore) {
     info.handle.callBoxed(&stack);

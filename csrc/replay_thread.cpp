@@ -10,6 +10,7 @@
 #include <mutex>
 #include <thread>
 
+#include "gil.h"
 #include "numeric_context.h"
 
 namespace delta {
@@ -100,6 +101,7 @@ uint32_t thread_serial() {
 void run_on_replay_thread(int32_t threads, const std::function<void()>& work) {
   static std::mutex mutex;
   static ReplayThread* thread = nullptr;  // lives as long as the process
+  const WithoutGil no_gil;                // the work may need it
   std::lock_guard<std::mutex> lock(mutex);
   if (thread != nullptr && thread->pid() != getpid()) {
     thread = nullptr;  // it stayed in the parent

@@ -29,6 +29,7 @@
 
 #include "address_ranges.h"
 #include "device_evidence.h"
+#include "gil.h"
 #include "host_memory.h"
 #include "lanes.h"
 #include "page_index.h"
@@ -314,11 +315,13 @@ struct ThreadState {
 };
 inline ThreadState& thread_state() { return per_thread<ThreadState>(); }
 
-// For what is held over a handful of instructions, many times per op.
+// For what is held over a handful of instructions, many times per op. Nobody waits for it while
+// holding the GIL (gil.h).
 class SpinLock {
  public:
   void lock() {
     while (held_.exchange(true, std::memory_order_acquire)) {
+      const WithoutGil no_gil;
       while (held_.load(std::memory_order_relaxed)) {
         std::this_thread::yield();  // an eviction may take a while
       }
