@@ -22,12 +22,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
+from types import CodeType
 from typing import Any
 
 import numpy as np
 import torch
 import torch.utils.dlpack
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from delta_runtime.extension import _C
 
@@ -67,6 +68,8 @@ _MOST_GONE = 512
 # there is lost.
 _originals: list[tuple[Any, str, Any, Any]] = []
 """Of each method: its owner, its name, what was there (None: it is inherited), and what is there now."""
+_original_code: list[tuple[Any, CodeType, CodeType]] = []
+"""Of each function whose code was exchanged: itself, its own code, and ours."""
 
 
 def listen(session: Any) -> None:
@@ -176,27 +179,44 @@ def _wrap_collective(owner: Any, name: str) -> None:
     _put(owner, name, original, method)
 
 
-def _wrap_version_counts() -> None:
+def _increment_version(tensor: Any) -> None:
+    """The body of `torch.autograd.graph.increment_version` while sessions listen, told of what it is given first."""
+    from delta_runtime import raw_access
+
+    if isinstance(tensor, torch.Tensor):
+        tensor = (tensor,)
+    torch._C._increment_version(raw_access.before_count(tensor))
+
+
+def before_count(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
     """Tells of the inputs that a compiled function is about to write to: it counts its writes before it makes them.
 
     What anybody else counts has been written, and is found by its version.
     """
-    original = torch._C._increment_version
-
-    @functools.wraps(original)
-    def method(tensors: Iterable[torch.Tensor]) -> Any:
-        tensors = tuple(tensors)
-        if _is_compiled_code(sys._getframe(1).f_back):
-            for tensor in tensors:
-                _tell(tensor, writes=True)
-        return original(tensors)
-
-    _put(torch._C, "_increment_version", original, method)
+    counting = sys._getframe(1)  # increment_version
+    caller = counting.f_back
+    if caller is None or _COMPILED_CODE not in caller.f_code.co_filename:
+        return tensors
+    tensors = tuple(tensors)
+    for tensor in tensors:
+        for plain in _plain_tensors(tensor):
+            _tell(plain, writes=True)
+    return tensors
 
 
-def _is_compiled_code(caller: FrameType | None) -> bool:
-    """Of what calls `torch.autograd.graph.increment_version`: whether it is the wrapper of a compiled function."""
-    return caller is not None and _COMPILED_CODE in caller.f_code.co_filename
+def _plain_tensors(tensor: Any) -> Iterator[torch.Tensor]:
+    """The tensor, or those that a wrapper subclass holds inside."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _plain_tensors(getattr(tensor, name))
+    elif isinstance(tensor, torch.Tensor):
+        yield tensor
+
+
+def _put_code(function: Any, ours: Any) -> None:
+    """Changes what the function does and not what it is: compiled code and dynamo's tables hold it."""
+    _original_code.append((function, function.__code__, ours.__code__))
+    function.__code__ = ours.__code__
 
 
 def _wrap_lender(owner: Any, name: str) -> None:
@@ -237,7 +257,7 @@ def _install() -> None:
     for name in _STORAGE_WRITERS:
         _wrap(torch.UntypedStorage, name, writes=True)
     _wrap(torch.UntypedStorage, "__getitem__", writes=False, where=_is_slice)
-    _wrap_version_counts()
+    _put_code(torch.autograd.graph.increment_version, _increment_version)
     distributed = getattr(torch._C, "_distributed_c10d", None)  # some builds are without
     backend = getattr(distributed, "Backend", None)
     for name in _COLLECTIVES:
@@ -248,6 +268,10 @@ def _install() -> None:
 
 
 def _remove() -> None:
+    while _original_code:
+        function, code, our_code = _original_code.pop()
+        if function.__code__ is our_code:
+            function.__code__ = code
     while _originals:
         owner, name, original, ours = _originals.pop()
         if vars(owner).get(name) is not ours:

@@ -37,12 +37,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
-from delta_runtime import python_random, raw_access, saved_leaves
+from delta_runtime import optimizer_hooks, python_random, raw_access, saved_leaves
 from delta_runtime.act.pinning import pinning
 from delta_runtime.act.tiers import open_tiers
 from delta_runtime.config import Config, Launched, check_requested
@@ -221,7 +217,6 @@ class Runtime:
         self._warned_failed: set[str] = set()
         self._attached = False
         self._thread = threading.current_thread()  # that entered it last
-        self._hook_handles: list[Any] = []
         self._trace = Trace(config.trace) if config.trace else None
         self._session.set_tracing(self._trace is not None)
 
@@ -415,10 +410,7 @@ class Runtime:
         for pair in (self._hooks, *above):
             torch._C._autograd._push_saved_tensors_default_hooks(*pair)
         torch.autograd.graph.disable_saved_tensors_hooks = _disable_saved_tensors_hooks
-        self._hook_handles = [
-            register_optimizer_step_pre_hook(self._before_optimizer),
-            register_optimizer_step_post_hook(self._after_optimizer),
-        ]
+        optimizer_hooks.attach(self._before_optimizer, self._after_optimizer)
 
     def _detach(self) -> None:
         """Takes away what `_attach` put in place, or as much of it as there is. Idempotent."""
@@ -437,9 +429,7 @@ class Runtime:
 
     def _take_from_process(self) -> None:
         """Takes away what is not of the thread that entered. Idempotent."""
-        for handle in self._hook_handles:
-            handle.remove()
-        self._hook_handles = []
+        optimizer_hooks.detach(self._before_optimizer)
         torch.autograd.graph.disable_saved_tensors_hooks = _torch_disable_saved_tensors_hooks
         self._session.leave()
         self._session.set_pump(None)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import delta_runtime as delta
 from tests.faults.harness import (
@@ -400,7 +401,7 @@ def test_a_source_written_by_compiled_code_after_its_use(what: str, backend: str
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("needs_gradient", [False, True])
-@pytest.mark.parametrize("part", ["whole", "view", "detached"])
+@pytest.mark.parametrize("part", ["whole", "view", "detached", "wrapped"])
 def test_a_source_written_by_compiled_code_after_the_step(
     part: str, needs_gradient: bool, backend: str
 ) -> None:
@@ -432,13 +433,20 @@ def test_a_source_written_by_compiled_code_after_the_step(
 
             kept.append(forward())
             boundary()
-            written = {"whole": source, "view": source[: N // 2], "detached": source.detach()}[part]
+            written = {
+                "whole": source,
+                "view": source[: N // 2],
+                "detached": source.detach(),
+                "wrapped": TwoTensor(source, constant(N, N)),
+            }[part]
             if needs_gradient:
-                triple_beside(written, w[: len(written)]).mean().backward()
+                loss = triple_beside(written, w[: len(written)]).mean()
+                if part != "wrapped":
+                    loss.backward()
             else:
                 triple(written)
             boundary()
-            return [source, *(taken(w) if needs_gradient else [])]
+            return [source, *(taken(w) if w.grad is not None else [])]
 
         return step
 

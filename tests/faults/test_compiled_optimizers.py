@@ -1,0 +1,117 @@
+"""Optimizers whose steps are compiled: traced without us, seen by what they write, compiled as often as without us."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import delta_runtime as delta
+from delta_runtime import cpu_pool
+from tests.support.fixtures import one_thread  # noqa: F401
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
+
+STEPS = 5
+Entered = Callable[[], AbstractContextManager[object]]
+Run = tuple[list[Tensor], int]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled_step(kind: str, backend: str, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    if kind == "method":
+        return torch.compile(optimizer.step, backend=backend)
+
+    @torch.compile(backend=backend)
+    def step() -> None:
+        optimizer.step()
+
+    return step
+
+
+@dataclass(frozen=True)
+class Training:
+    kind: str
+    name: str
+    backend: str
+
+    def run(self, step_of: Entered = nullcontext) -> Run:
+        """The losses and weights of all steps, and how many graphs were compiled."""
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        results = self._train(step_of)
+        return results, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    def _train(self, step_of: Entered) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+        optimizer = getattr(torch.optim, self.name)(net.parameters(), lr=torch.tensor(0.01))
+        step = compiled_step(self.kind, self.backend, optimizer)
+        kept = None
+        results = []
+        for k in range(STEPS):
+            with step_of():
+                optimizer.zero_grad()
+                loss = net(torch.linspace(-1, 1, 512).view(8, 64) + k).square().mean()
+                loss.backward()
+                # What is dropped of this graph is made again from weights that have been written since.
+                table = net[0].weight.detach() * 1.5
+                late = (table.exp() * torch.ones(64, 64, requires_grad=True)).sin().sum()
+                del table
+                torch.zeros(1).add(1.0)
+                step()
+                if kept is not None:
+                    kept.backward()
+                kept = late
+            results += [loss.detach(), *(p.detach().clone() for p in net.parameters())]
+        return results
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+@pytest.mark.parametrize("kind", ["method", "function"])
+@pytest.mark.parametrize("per_step", [False, True])
+def test_a_compiled_step(per_step: bool, kind: str, name: str, backend: str) -> None:
+    cpu_pool.install()
+    training = Training(kind, name, backend)
+    ordinary = training.run()
+    for policy in ("stress_drop_all", "auto"):
+        runtime = delta.Runtime("100%", policy=policy, device="cpu", min_bytes=0)
+        if per_step:
+            results, graphs = training.run(step_of=runtime.step)
+        else:
+            with runtime:
+                results, graphs = training.run()
+        assert all(torch.equal(a, b) for a, b in zip(results, ordinary[0], strict=True))
+        assert graphs <= ordinary[1] + 1, "each step is compiled anew"
+        if policy == "stress_drop_all":
+            assert runtime.report().totals.rebuilds > 0
+        runtime.close()
+
+
+def test_what_compiled_code_and_dynamo_hold_of_pytorch_stays_what_it_is() -> None:
+    public, private = torch.autograd.graph.increment_version, torch._C._increment_version
+    code = public.__code__
+    runtime = delta.Runtime("100%", device="cpu")
+    with runtime:
+        assert torch.autograd.graph.increment_version is public
+        assert torch._C._increment_version is private
+        t = torch.zeros(3)
+        public(t)
+        public([t, t])
+        public(x for x in (t,))
+        assert t._version == 4
+        with pytest.raises(RuntimeError, match="increment_version"):
+            public(3)
+    runtime.close()
+    assert public.__code__ is code
