@@ -75,8 +75,9 @@ setup(
     ext_modules=[
         CppExtension(
             "delta_runtime._C",
-            sources=sorted(glob("csrc/*.cpp")),
-            depends=sorted(glob("csrc/*.h")),
+            sources=sorted(glob("csrc/**/*.cpp", recursive=True)),
+            depends=sorted(glob("csrc/**/*.h", recursive=True)),
+            include_dirs=[os.path.abspath("csrc")],
             extra_compile_args=COMPILE_FLAGS,
         )
     ],

@@ -11,16 +11,16 @@
 #include <algorithm>
 #include <new>
 
-#include "cpu_pool.h"
-#include "data_setter.h"
-#include "errors.h"
-#include "observer.h"
-#include "python_random.h"
-#include "replay.h"
-#include "session.h"
-#include "signals.h"
-#include "spill_file.h"
-#include "stream_lane.h"
+#include "observe/data_setter.h"
+#include "observe/observer.h"
+#include "pool/cpu_pool.h"
+#include "rebuild/replay.h"
+#include "state/session.h"
+#include "tiers/spill_file.h"
+#include "tiers/stream_lane.h"
+#include "util/errors.h"
+#include "util/python_random.h"
+#include "util/signals.h"
 
 namespace py = pybind11;
 

@@ -41,7 +41,7 @@ def shielded(function: Function) -> Function:
     What keeps the runtime's state together (entering, leaving, what runs at the boundaries of steps)
     must not stop half-way because somebody presses Ctrl-C. The signal is not lost: its handler runs
     when the function has returned, in the code that called it. Works on the main thread, where
-    Python handles signals; see csrc/signals.h.
+    Python handles signals; see csrc/util/signals.h.
     """
     return cast(Function, _C.Shielded(function))
 

@@ -20,7 +20,7 @@ from tests.support.bitwise import Snapshot, assert_same_bits, freeze, freeze_all
 
 pytestmark = pytest.mark.timeout(120)
 
-WRONG_SHORTCUT = 7  # as in csrc/op_info.h
+WRONG_SHORTCUT = 7  # as in csrc/observe/op_info.h
 Forward = Callable[[int], Tensor]
 
 

@@ -1,6 +1,6 @@
 """Long computations ask here, now and then, whether they are still to be finished.
 
-Signals are held back while the runtime's own code runs (csrc/signals.h), so that nothing stops half-way.
+Signals are held back while the runtime's own code runs (csrc/util/signals.h), so that nothing stops half-way.
 What takes long and leaves nothing half-done behind gives up instead, when somebody presses Ctrl-C.
 """
 

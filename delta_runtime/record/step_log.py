@@ -1,6 +1,6 @@
 """Reads the log of a step from the extension and makes a `StepGraph` of it.
 
-The row layouts are those of `LoggedOp` and `LoggedValue` in csrc/session.h.
+The row layouts are those of `LoggedOp` and `LoggedValue` in csrc/state/session.h.
 """
 
 from __future__ import annotations

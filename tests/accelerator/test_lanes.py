@@ -232,7 +232,7 @@ def test_a_stream_that_is_late(device, controls, where):
 
 @pytest.mark.parametrize("which", STREAM_SABOTAGES)
 def test_a_missing_order_shows(device, controls, which):
-    """Each rule of csrc/stream_lane.h, broken on purpose, gives wrong gradients: the test above can fail."""
+    """Each rule of csrc/tiers/stream_lane.h, broken on purpose, gives wrong gradients: the test above can fail."""
     expected = gradient(device, None)
     with sabotage(which):
         wrong = delayed(device, controls, WHERE_IT_SHOWS[which])

@@ -25,7 +25,7 @@ SABOTAGES = (
     "PreWriteValue",
     "NoCloneOnWrite",
 )
-"""Ways to break recording and replaying on purpose; csrc/op_info.h has them all."""
+"""Ways to break recording and replaying on purpose; csrc/observe/op_info.h has them all."""
 STREAM_SABOTAGES = ("NoOrderOut", "NoOrderIn", "NoOrderSide")
 """Ways to break the order between the streams of an accelerator."""
 
@@ -154,7 +154,7 @@ def poisoned_host_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sabotage(name: str) -> Iterator[None]:
-    """Breaks one rule, by its name in csrc/op_info.h, for the duration of the block. "None" breaks nothing."""
+    """Breaks one rule, by its name in csrc/observe/op_info.h, for the duration of the block. "None" breaks nothing."""
     from delta_runtime import _C
 
     _C.set_sabotage(_C.sabotage_names().index(name))

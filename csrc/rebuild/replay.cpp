@@ -1,0 +1,902 @@
+// Rebuilding: runs the producing ops of a value again, bottom-up.
+//
+// Note: replay
+//  1. The plan is made under the lock by an iterative walk from the value to what is there:
+//  resident
+//     pages, storages that live for other reasons, anchored sources. Holding their storages pins
+//     them.
+//  2. Each op of the plan runs once. What it makes and what has tickets is installed in its page,
+//     the rest goes after its last use in the plan.
+//  3. Ops run below autograd and without autocast, with the random numbers, flags, thread count,
+//     default dtype and grad mode that they were recorded with (random_draws.h, numeric_context.h);
+//     all of that is put back afterwards, also when an op throws.
+//  4. In-place ops run on copies, unless the plan itself made the buffer and nothing else needs it.
+//  5. Room is made before each op; that only ever frees, it never starts another rebuild.
+//  6. What the plan starts from is held from its begin on, needed yet or not. Without room beside
+//     that the plan is given up: what it started from is dropped too, and all of it is made again
+//     in the order of the forward.
+#include "rebuild/replay.h"
+#include "util/errors.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+
+#include "pool/cpu_pool.h"
+#include "rebuild/replay_thread.h"
+#include "rebuild/shortcuts.h"
+#include "state/session.h"
+#include "tiers/stream_lane.h"
+#include "util/python_random.h"
+#include "util/signals.h"
+
+namespace delta {
+namespace {
+
+struct Slot {
+  c10::intrusive_ptr<Value> value;
+  c10::Storage storage;
+  int uses = 0;
+  bool ours = false;  // made by this plan
+};
+
+using PagePtrs = std::vector<c10::intrusive_ptr<Page>>;
+
+struct Plan {
+  std::vector<c10::intrusive_ptr<OpRecord>> ops;
+  std::vector<uint64_t> shortcuts;  // keys of those that were taken
+  RanOps ran;                       // so far
+  ska::flat_hash_map<Value*, Slot> slots;
+  std::shared_ptr<const Suspects> suspects;  // made when something of it is to be compared later
+};
+
+}  // namespace
+
+Quiet::Quiet() : was_replaying_(thread_state().replaying) { thread_state().replaying = true; }
+Quiet::~Quiet() { thread_state().replaying = was_replaying_; }
+
+c10::Storage fresh_storage(int64_t bytes, c10::Device device, bool zeros) {
+  Quiet quiet;
+  at::AutoDispatchBelowADInplaceOrView below;
+  if (zeros) {
+    return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).device(device)).storage();
+  }
+  // No at::empty: under deterministic algorithms it fills what it makes, by an op on this thread.
+  const c10::OptionalDeviceGuard guard(device);
+  auto* allocator = c10::GetAllocator(device.type());
+  return c10::make_storage_impl(c10::StorageImpl::use_byte_size_t(), bytes,
+                                allocator->allocate(static_cast<size_t>(bytes)), allocator,
+                                /*resizable=*/true, device);
+}
+
+namespace {
+
+c10::Storage clone_storage(const c10::Storage& storage) {
+  Quiet quiet;
+  at::AutoDispatchBelowADInplaceOrView below;
+  auto source = bytes_of(storage);
+  auto copy = at::empty(source.sizes(), source.options());
+  copy.copy_(source);
+  return copy.storage();
+}
+
+bool same_bytes(const c10::Storage& a, const c10::Storage& b) {
+  if (a.nbytes() != b.nbytes()) {
+    return false;
+  }
+  if (a.device().is_cpu()) {
+    return std::memcmp(a.data(), b.data(), a.nbytes()) == 0;
+  }
+  Quiet quiet;
+  at::AutoDispatchBelowADInplaceOrView below;
+  return at::equal(bytes_of(a), bytes_of(b));
+}
+
+// What surrounded the op when it was recorded.
+class RecordedContext {
+ public:
+  explicit RecordedContext(const OpRecord& op, uint8_t needs)
+      : numbers_(sabotage() == Sabotage::NumericContextLost
+                     ? NumericContext::now(op.device.type(), needs)
+                     : op.numbers.only(needs),
+                 op.device.type()),
+        grad_(op.info->has_backend_kernel && op.grad_mode) {
+    if (op.info->has_backend_kernel) {
+      below_.emplace();
+    }
+  }
+  RecordedContext(const RecordedContext&) = delete;
+  RecordedContext& operator=(const RecordedContext&) = delete;
+
+ private:
+  NumericContextGuard numbers_;
+  Quiet quiet_;
+  at::AutoGradMode grad_;
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below_;
+};
+
+const at::Tensor element(const c10::IValue& x, int index) {
+  if (index < 0) {
+    return x.toTensor();
+  }
+  const c10::IValue& found = x.toListRef()[static_cast<size_t>(index)];
+  return found.isTensor() ? found.toTensor() : at::Tensor();
+}
+
+// The default dtype is that of all threads: an op that takes its result's dtype is told that
+// instead. Returns what else the op needs of its surroundings.
+uint8_t told_its_dtype(const OpRecord& op, torch::jit::Stack& stack) {
+  const uint8_t needs = op.numbers.needs;
+  if ((needs & kNeedsDefaultDtype) == 0 || op.info->dtype_argument < 0 ||
+      op.result_dtype == at::ScalarType::Undefined) {
+    return needs;
+  }
+  auto& dtype = stack[static_cast<size_t>(op.info->dtype_argument)];
+  if (dtype.isNone()) {
+    dtype = static_cast<int64_t>(op.result_dtype);
+  }
+  return needs & static_cast<uint8_t>(~kNeedsDefaultDtype);
+}
+
+// How an op is run again: as it ran before, or by a shortcut.
+struct Way {
+  const Shortcut* shortcut = nullptr;
+  std::array<c10::Storage, 2> given;
+  uint64_t key = 0;  // of the verdict
+  bool tried = false;
+};
+
+// The shortcut that may be taken, or has to be tried first.
+Way way_of(Session& session, const OpRecord& op, Plan& plan) {
+  Way way;
+  const Shortcut* shortcut = op.device.is_cpu() ? op.info->shortcut : nullptr;
+  if (shortcut == nullptr) {
+    return way;
+  }
+  Session::Guard guard(session);
+  const c10::ArrayRef<const c10::IValue> numbers(op.arguments.data(), op.arguments.size());
+  bool wanted = false;
+  size_t found = 0;
+  for (const auto& out : op.outputs) {
+    if (out.value == nullptr) {
+      continue;
+    }
+    if (out.position == 0) {
+      wanted = true;
+      way.key = mix_numbers(out.value->trust_key(), numbers);
+      for (const auto& ref : op.inputs) {
+        way.key = mix(way.key, static_cast<uint64_t>(c10::typeMetaToScalarType(ref.view.dtype)));
+        for (const auto stride : ref.view.geometry.strides_arrayref()) {
+          way.key = mix(way.key, static_cast<uint64_t>(stride));
+        }
+      }
+    }
+    for (size_t i = 0; i < way.given.size(); ++i) {
+      if (out.position == shortcut->given[i] && !out.is_argument) {
+        const auto slot = plan.slots.find(out.value);
+        if (slot != plan.slots.end() && slot->second.uses > 0 && !slot->second.storage) {
+          return {};  // to be made by this plan: an audit of a value that is there
+        }
+        way.given[i] = session.storage_there(*out.value);
+        found += way.given[i] ? 1 : 0;
+      }
+    }
+  }
+  const auto needed = static_cast<size_t>(
+      std::count_if(shortcut->given.begin(), shortcut->given.end(), [](int i) { return i >= 0; }));
+  const auto verdict = session.shortcut_holds_.find(way.key);
+  way.tried = verdict != session.shortcut_holds_.end();
+  if (wanted && found == needed && (!way.tried || verdict->second)) {
+    way.shortcut = shortcut;
+  }
+  return way;
+}
+
+// Storages for what the op writes: its own where nothing else needs the old content, else copies.
+ska::flat_hash_map<Value*, c10::Storage> buffers_of(OpRecord& op, Plan& plan) {
+  struct Need {
+    bool content = false;
+    bool scratch = false;
+    int refs = 0;
+    int64_t bytes = 0;
+  };
+  ska::flat_hash_map<Value*, Need> needs;
+  for (auto& ref : op.inputs) {
+    if (ref.write != Write::No) {
+      needs[ref.value.get()].bytes = ref.value->bytes;
+    }
+  }
+  ska::flat_hash_map<Value*, c10::Storage> buffers;
+  if (needs.empty()) {
+    return buffers;
+  }
+  for (auto& ref : op.inputs) {
+    auto need = needs.find(ref.value.get());
+    if (need != needs.end()) {
+      need->second.content |= ref.needs_content();
+      need->second.scratch |= ref.write == Write::Scratch;
+      need->second.refs += ref.needs_content() ? 1 : 0;
+      need->second.bytes = std::max(need->second.bytes, ref.view.storage_bytes());
+    }
+  }
+  for (const auto& [value, need] : needs) {
+    if (!need.content) {
+      buffers.emplace(value, fresh_storage(need.bytes, op.device, need.scratch));
+      continue;
+    }
+    auto& slot = plan.slots.at(value);
+    const bool steal = slot.ours && slot.uses == need.refs && slot.storage.use_count() == 1;
+    if (steal || sabotage() == Sabotage::InplaceWithoutCopy) {
+      buffers.emplace(value, slot.storage);
+    } else {
+      buffers.emplace(value, clone_storage(slot.storage));
+    }
+  }
+  return buffers;
+}
+
+// Runs one op of the plan. Returns the storages of its outputs, in the order of op.outputs; a
+// shortcut (which is taken out of `way` where it does not apply) leaves those empty that it was
+// given.
+std::vector<c10::Storage> run(OpRecord& op, Plan& plan, Way& way) {
+  const auto buffers = buffers_of(op, plan);
+  torch::jit::Stack stack;
+  stack.reserve(op.arguments.size());
+  for (const auto& x : op.arguments) {
+    if (x.isTensorList()) {
+      stack.emplace_back(c10::List<at::Tensor>(x.toTensorVector()));
+    } else if (x.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const auto& t : x.toOptionalTensorVector()) {
+        list.push_back(t);
+      }
+      stack.emplace_back(std::move(list));
+    } else {
+      stack.push_back(x);
+    }
+  }
+  {
+    Quiet quiet;
+    for (auto& ref : op.inputs) {
+      auto buffer = buffers.find(ref.value.get());
+      const c10::Storage& storage =
+          buffer != buffers.end() ? buffer->second : plan.slots.at(ref.value.get()).storage;
+      TORCH_CHECK(static_cast<int64_t>(storage.nbytes()) >= ref.view.storage_bytes(),
+                  "delta_runtime: a tensor that recomputing ", op.info->name,
+                  " needs was shrunk to ", storage.nbytes(), " bytes; ", ref.view.storage_bytes(),
+                  " are needed");
+      at::Tensor t = ref.view.over(storage, op.device);
+      if (ref.view.requires_grad && op.info->has_backend_kernel) {
+        t.set_requires_grad(true);
+      }
+      auto& place = stack[static_cast<size_t>(ref.argument)];
+      if (ref.index < 0) {
+        place = std::move(t);
+      } else if (place.isTensorList()) {
+        auto list = place.toTensorList();
+        list.set(static_cast<size_t>(ref.index), std::move(t));
+      } else {
+        auto list = place.to<c10::List<std::optional<at::Tensor>>>();
+        list.set(static_cast<size_t>(ref.index), std::move(t));
+      }
+    }
+  }
+  torch::jit::Stack inputs;
+  for (auto& out : op.outputs) {
+    if (out.is_argument) {
+      inputs = stack;  // written arguments are read from here after the call
+      break;
+    }
+  }
+  if (inputs.empty() || sabotage() != Sabotage::PreWriteValue) {
+    const auto call = [&] {
+      RecordedContext context(op, told_its_dtype(op, stack));
+      if (way.shortcut != nullptr && op.info->takes_generator() && !op.draws.empty()) {
+        stack[static_cast<size_t>(op.info->generator_argument)] = op.draws.front().before.clone();
+      }
+      if (way.shortcut != nullptr &&
+          !(way.shortcut->applies(stack) && way.shortcut->proven(stack))) {
+        way.shortcut = nullptr;
+      }
+      if (way.shortcut != nullptr) {
+        way.shortcut->run(stack, way.given);
+        return;
+      }
+      PythonRandomGuard python(op);
+      run_with_draws(*op.info, op.draws, stack);
+    };
+    // On an accelerator the streams of the calling thread order what runs.
+    const bool here = !op.device.is_cpu() || op.thread == thread_serial() ||
+                      sabotage() == Sabotage::ReplayOnAnyThread;
+    if (here) {
+      call();
+    } else {
+      run_on_replay_thread(op.numbers.threads, call);
+    }
+  } else {
+    stack.assign(op.info->n_returns, c10::IValue());  // the in-place op is left out
+  }
+  std::vector<c10::Storage> made(op.outputs.size());
+  for (size_t i = 0; i < op.outputs.size(); ++i) {
+    auto& out = op.outputs[i];
+    const auto& from = out.is_argument ? inputs[static_cast<size_t>(out.position)]
+                                       : stack[static_cast<size_t>(out.position)];
+    at::Tensor t = element(from, out.index);
+    if (way.shortcut != nullptr && !t.defined()) {
+      continue;
+    }
+    TORCH_CHECK(static_cast<int64_t>(t.storage().nbytes()) == out.bytes,
+                "delta_runtime: recomputing ", op.info->name, " made a storage of ",
+                t.storage().nbytes(), " bytes where the recorded one had ", out.bytes);
+    made[i] = t.storage();
+  }
+  return made;
+}
+
+constexpr size_t kMostVerdicts = 65536;  // numbers that change with each step are not kept forever
+
+double seconds_since(std::chrono::steady_clock::time_point begin) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+// Makes the outputs of an op again, by a shortcut where one was shown to make the same bits.
+// `seconds` is what it takes when nothing has to be tried.
+std::vector<c10::Storage> make(Session& session, OpRecord& op, Plan& plan, double& seconds) {
+  Way way = way_of(session, op, plan);
+  Way whole;
+  auto begin = std::chrono::steady_clock::now();
+  const bool trial = way.shortcut != nullptr && !way.tried;
+  if (!trial) {
+    std::vector<c10::Storage> made;
+    try {
+      made = run(op, plan, way);
+    } catch (const std::exception&) {
+      if (way.shortcut == nullptr) {
+        throw;
+      }
+      way.shortcut = nullptr;
+      made = run(op, plan, whole);
+    }
+    seconds = seconds_since(begin);
+    Session::Guard guard(session);
+    if (way.shortcut != nullptr) {
+      ++session.counters_.shortcuts;
+      plan.shortcuts.push_back(way.key);
+    }
+    return made;
+  }
+  // One after the other, and hashes compared, so that it needs no more room than the op itself.
+  std::vector<Hash128> hashes(op.outputs.size());
+  const auto hash_of = [](const c10::Storage& storage) {
+    return delta::hash_of(storage.data(), static_cast<int64_t>(storage.nbytes()));
+  };
+  std::vector<bool> compared(op.outputs.size());
+  bool holds = false;
+  bool decided = true;
+  double shortcut_s = 0;
+  try {
+    auto made = run(op, plan, way);
+    shortcut_s = seconds_since(begin);
+    for (size_t i = 0; i < made.size(); ++i) {
+      if (made[i]) {
+        hashes[i] = hash_of(made[i]);
+        compared[i] = holds = true;
+      }
+    }
+  } catch (const c10::OutOfMemoryError&) {
+    holds = decided = false;
+  } catch (const BudgetPassed&) {
+    holds = decided = false;
+  } catch (const std::exception&) {
+    holds = false;
+  }
+  if (way.shortcut == nullptr) {  // does not apply to these arguments
+    holds = false;
+  }
+  begin = std::chrono::steady_clock::now();
+  auto made = run(op, plan, whole);
+  seconds = seconds_since(begin);
+  for (size_t i = 0; i < made.size(); ++i) {
+    if (compared[i]) {
+      const Hash128 hash = hash_of(made[i]);
+      holds &= hash == hashes[i];
+    }
+  }
+  if (holds) {
+    seconds = shortcut_s;
+  }
+  Session::Guard guard(session);
+  if (decided) {
+    if (session.shortcut_holds_.size() >= kMostVerdicts) {
+      session.shortcut_holds_.clear();
+    }
+    session.shortcut_holds_[way.key] = holds;
+    session.counters_.shortcut_failures += holds || way.shortcut == nullptr ? 0 : 1;
+  }
+  return made;
+}
+
+// Under the lock. Fills the plan with what has to run so that `root` is there. `wanted` are pages
+// in host memory that it starts from: with any of them the plan is not whole, and has to be made
+// again when they are back.
+void make_plan(Session& session, Value& root, Plan& plan, PagePtrs& wanted) {
+  std::vector<Value*> stack{&root};
+  ska::flat_hash_map<OpRecord*, int8_t> ops;  // 1 open, 2 planned
+  auto fetch = [&](Value& v) -> bool {        // is it there?
+    auto it = plan.slots.find(&v);
+    if (it != plan.slots.end()) {
+      return true;
+    }
+    Slot slot;
+    slot.value = c10::intrusive_ptr<Value>::reclaim_copy(&v);
+    if (v.anchor && &v != &root) {
+      if (!v.readable() || !session.holds(v, *v.anchor.unsafeGetStorageImpl())) {
+        session.taint(v);
+        throw InplaceModificationError(
+            "delta_runtime: a tensor that recomputation needs was changed in place outside of what "
+            "the runtime sees "
+            "(an optimizer step or a write under another thread, between forward and backward). " +
+            v.versions.text() +
+            "Run backward before changing it, or run the writing code inside the runtime.");
+      }
+      slot.storage = v.anchor;
+    } else if (&v != &root) {
+      slot.storage = session.storage_there(v);
+    }
+    if (!slot.storage) {
+      Page* home = v.home;
+      if (&v == &root || home == nullptr || home->tickets == 0 ||
+          (home->residency != Residency::Swapped && home->residency != Residency::SwappingIn)) {
+        return false;
+      }
+      const auto known = [&](const auto& page) { return page.get() == home; };
+      if (std::none_of(wanted.begin(), wanted.end(), known)) {
+        wanted.push_back(c10::intrusive_ptr<Page>::reclaim_copy(home));
+      }
+      return true;
+    }
+    plan.slots.emplace(&v, std::move(slot));
+    return true;
+  };
+  while (!stack.empty()) {
+    Value& v = *stack.back();
+    if (fetch(v)) {
+      stack.pop_back();
+      continue;
+    }
+    OpRecord* op = v.producer.get();
+    if (op == nullptr) {
+      throw InplaceModificationError(
+          "delta_runtime: a tensor that recomputation needs is gone: its content was overwritten "
+          "by code that the "
+          "runtime does not see.");
+    }
+    auto& state = ops[op];
+    if (state == 2) {
+      stack.pop_back();
+      continue;
+    }
+    if (state == 0) {
+      state = 1;
+      bool waiting = false;
+      for (auto& ref : op->inputs) {
+        if (ref.needs_content() && !fetch(*ref.value) && ops[ref.value->producer.get()] != 2) {
+          stack.push_back(ref.value.get());
+          waiting = true;
+        }
+      }
+      if (waiting) {
+        continue;
+      }
+    }
+    ops[op] = 2;
+    plan.ops.push_back(c10::intrusive_ptr<OpRecord>::reclaim_copy(op));
+    stack.pop_back();
+  }
+  auto slot_of = [&](Value& v) -> Slot& {
+    auto& slot = plan.slots[&v];
+    if (!slot.value) {
+      slot.value = c10::intrusive_ptr<Value>::reclaim_copy(&v);
+    }
+    return slot;
+  };
+  for (auto& op : plan.ops) {
+    for (auto& ref : op->inputs) {
+      if (ref.needs_content()) {
+        ++slot_of(*ref.value).uses;
+      }
+    }
+  }
+  ++slot_of(root).uses;
+}
+
+}  // namespace
+
+// The page lives in this storage from here on.
+void Session::rehome(Page& page, const c10::Storage& storage) {
+  auto self = pages_.find(page.strong.unsafeGetStorageImpl());
+  c10::intrusive_ptr<Page> keep = self != pages_.end() ? self->second : nullptr;
+  if (self != pages_.end()) {
+    pages_.erase(self);
+  }
+  thread_trash().take(std::move(page.strong));
+  page.strong = storage;
+  page.weak = storage.getWeakStorageImpl();
+  look(page, *storage.unsafeGetStorageImpl());
+  page.last_use = tick_;
+  page.stream = current_stream_id(options_.device);
+  page.many_streams = false;
+  page.arrival.reset();
+  if (keep) {
+    pages_.emplace(storage.unsafeGetStorageImpl(), std::move(keep));
+  }
+}
+
+namespace {
+
+// Thrown where what was made again differs from what went.
+struct Different {
+  Page* page;
+};
+
+void install(Session& session, Plan& plan, Page& page, const c10::Storage& storage,
+             double seconds) {
+  if (page.hashed && session.device_evidence_ && !plan.suspects) {
+    plan.suspects = session.suspects_of(plan.ops);
+  }
+  std::vector<uint64_t> proved;
+  if (page.hashed) {
+    proved = session.proved_by(*page.current, plan.ran);
+  }
+  if (!session.is_as_it_went(page, storage, /*copied=*/false, plan.suspects, std::move(proved))) {
+    throw Different{&page};
+  }
+  session.rehome(page, storage);
+  page.residency = Residency::Resident;
+  page.rebuilt = true;
+  page.retry_tick = 0;
+  session.dropped_now_bytes_ -= page.bytes;
+  ++session.counters_.rebuilds;
+  session.counters_.rebuilt_bytes += page.bytes;
+  session.attach_plan(page);
+  session.add_candidate(page);
+  session.emit(EventKind::Rebuilt, &page, page.bytes, seconds, session.key_of(*page.current));
+}
+
+// There is no room for an op of the plan, and some of what it starts from could be dropped.
+struct ShortOfRoom {};
+
+// What the op will ask for beside what is there: its watermark, copies of what it writes in place,
+// and what the pool reserves for rounding, since that can be refused too.
+int64_t room_for(const OpRecord& op) {
+  int64_t bytes = op.watermark_bytes;
+  for (const auto& out : op.outputs) {
+    bytes += op.device.is_cpu() ? cpu_pool::most_rounding_bytes(out.bytes) : 0;
+  }
+  for (const auto& ref : op.inputs) {
+    bytes += ref.write == Write::InPlace ? ref.value->bytes : 0;
+  }
+  return bytes;
+}
+
+using Inspect = std::function<void(const OpRecord&, const std::vector<c10::Storage>&)>;
+
+// Runs the plan. With `installs`, values that dropped pages wait for go there as soon as they are
+// made. `inspect` sees what each op made.
+c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs, bool gives_up,
+                     const Inspect& inspect = nullptr) {
+  const auto begin = std::chrono::steady_clock::now();
+  const auto stalled = [&session] {
+    Session::Guard guard(session);
+    return session.counters_.out_stall_seconds + session.counters_.in_stall_seconds;
+  };
+  const double stalled_before = stalled();
+  for (auto& op : plan.ops) {
+    let_signals_in();
+    if (session.options_.budget_bytes > 0 && session.look_ahead(room_for(*op)) > 0 && gives_up) {
+      Session::Guard guard(session);
+      session.counters_.rebuild_seconds += seconds_since(begin);
+      throw ShortOfRoom();
+    }
+    double seconds = 0;
+    auto made = make(session, *op, plan, seconds);
+    if (inspect) {
+      inspect(*op, made);
+    }
+    Session::Guard guard(session);
+    ++session.counters_.replayed_ops;
+    plan.ran.insert(op.get());
+    for (auto& ref : op->inputs) {
+      if (!ref.needs_content()) {
+        continue;
+      }
+      auto& slot = plan.slots.at(ref.value.get());
+      if (--slot.uses == 0) {
+        thread_trash().take(std::move(slot.storage));
+        slot.storage = c10::Storage();
+      }
+    }
+    for (const auto& out : op->outputs) {
+      if (out.value != nullptr && session.key_of(*out.value) >= 0) {
+        session.emit(EventKind::Replayed, nullptr, 0, seconds, out.value->key);
+        break;
+      }
+    }
+    for (size_t i = 0; i < made.size(); ++i) {
+      Value* value = op->outputs[i].value;
+      if (value == nullptr || !made[i]) {
+        continue;
+      }
+      if (installs && value->home != nullptr && value->home->tickets > 0 &&
+          value->home->residency == Residency::Dropped) {
+        install(session, plan, *value->home, made[i], seconds);
+      }
+      auto slot = plan.slots.find(value);
+      if (slot != plan.slots.end() && slot->second.uses > 0 && !slot->second.storage) {
+        slot->second.storage = made[i];
+        slot->second.ours = true;
+      }
+    }
+    for (auto& storage : made) {
+      thread_trash().take(std::move(storage));
+      storage = c10::Storage();
+    }
+    if (session.device_evidence_) {
+      guard.unlock();
+      session.hash_returned();
+    }
+  }
+  {
+    const double waited = stalled() - stalled_before;  // for lanes, to make room: counted there
+    Session::Guard guard(session);
+    const double seconds = seconds_since(begin);
+    session.counters_.rebuild_seconds += std::max(0.0, seconds - waited);
+    if (session.tracing_) {
+      session.trace_.push_back({static_cast<int64_t>(TraceKind::Rebuild), root.key, root.bytes, 0,
+                                0, seconds_of(begin), seconds_of(begin) + seconds});
+    }
+  }
+  const c10::Storage& result = plan.slots.at(&root).storage;
+  TORCH_CHECK(result, "delta_runtime: the value that was asked for was not made");
+  return result;
+}
+
+// The plan's values may be the last owners of records: they die under the lock.
+void discard(Session& session, Plan& plan, c10::intrusive_ptr<Value>* root = nullptr) {
+  Session::Guard guard(session);
+  for (auto& [value, slot] : plan.slots) {
+    thread_trash().take(std::move(slot.storage));
+    slot.storage = c10::Storage();
+    slot.value.reset();
+  }
+  plan.slots.clear();
+  plan.ops.clear();
+  plan.ran.clear();
+  plan.suspects.reset();
+  if (root != nullptr) {
+    root->reset();
+  }
+}
+
+// Lets go of a plan that was not begun, and drops what it would have started from, but for what is
+// hardly worth it. Returns whether anything went.
+bool drop_starts(Session& session, Plan& plan) {
+  constexpr int64_t small = 64;  // so many times smaller than all of it
+  std::vector<c10::intrusive_ptr<Value>> starts;
+  int64_t bytes = 0;
+  {
+    Session::Guard guard(session);
+    for (const auto& [value, slot] : plan.slots) {
+      if (slot.storage && value->home != nullptr && value->home->candidate >= 0) {
+        starts.push_back(slot.value);
+        bytes += value->bytes;
+      }
+    }
+  }
+  discard(session, plan);
+  Session::Guard guard(session);
+  session.begin_evictions();
+  bool any = false;
+  do {
+    for (const auto& value : starts) {
+      Page* home = value->home;
+      any |= home != nullptr && home->tickets > 0 && home->bytes * small >= bytes &&
+             session.is_alone(*home) && session.drop_page(*home);
+    }
+  } while (session.take_hashes(guard));
+  starts.clear();  // a value may die with this
+  return any;
+}
+
+using Pins = std::vector<c10::Storage>;
+
+// Brings pages back, all on their way before the first is waited for, and holds them.
+void pin(Session& session, PagePtrs& pages, Pins& pins) {
+  for (auto& page : pages) {
+    session.begin_swap_in(*page, /*prefetch=*/false);
+  }
+  for (auto& page : pages) {
+    pins.push_back(session.bring_back(*page));
+  }
+  session.hash_returned();
+  Session::Guard guard(session);
+  pages.clear();  // a page may die with this
+}
+
+}  // namespace
+
+c10::Storage Session::rebuild(Page& page) {
+  Plan plan;
+  Pins pins;
+  c10::intrusive_ptr<Value> root;
+  bool retried = false;       // without shortcuts
+  bool from_scratch = false;  // and with all that the plan would start from dropped too
+  bool any_dropped = true;
+  for (;;) {
+    if (c10::Storage storage = bring_back(page)) {
+      discard(*this, plan, &root);
+      hash_returned();
+      return storage;
+    }
+    try {
+      PagePtrs wanted;
+      {
+        Guard guard(*this);
+        if (page.residency != Residency::Dropped) {
+          continue;  // somebody else made it, and it may have been swapped out again
+        }
+        root = page.current;
+        make_plan(*this, *root, plan, wanted);
+      }
+      if (!wanted.empty()) {
+        discard(*this, plan);
+        pin(*this, wanted, pins);
+        continue;
+      }
+      if (from_scratch && any_dropped) {
+        any_dropped = drop_starts(*this, plan);
+        continue;  // with a plan that starts further back; that may go in turn
+      }
+      if (from_scratch) {
+        std::stable_sort(plan.ops.begin(), plan.ops.end(),
+                         [](const auto& a, const auto& b) { return a->tick < b->tick; });
+      }
+      const int64_t limit = limit_bytes();
+      execute(*this, plan, *root, /*installs=*/true, /*gives_up=*/!from_scratch && !hopeless_);
+      hopeless_ |= from_scratch && limit_bytes() > limit;
+      c10::Storage result = plan.slots.at(root.get()).storage;
+      discard(*this, plan, &root);
+      return result;
+    } catch (const ShortOfRoom&) {
+      discard(*this, plan);
+      from_scratch = true;
+    } catch (const Different& different) {
+      Guard guard(*this);
+      ++counters_.mismatches;
+      if (!retried && !plan.shortcuts.empty()) {
+        retried = true;  // without them
+        for (const uint64_t key : plan.shortcuts) {
+          shortcut_holds_[key] = false;
+          ++counters_.shortcut_failures;
+        }
+        plan.shortcuts.clear();
+        guard.unlock();
+        discard(*this, plan, &root);
+        guard.lock();
+        continue;
+      }
+      const std::string text = mismatch_text(*different.page, plan.ops);
+      lose_trust(plan.ops);
+      guard.unlock();
+      discard(*this, plan, &root);
+      throw RecomputeMismatchError(text);
+    } catch (const RecomputeMismatchError&) {  // an op says itself that it did not repeat
+      {
+        Guard guard(*this);
+        ++counters_.mismatches;
+        lose_trust(plan.ops);
+      }
+      discard(*this, plan, &root);
+      throw;
+    } catch (...) {
+      discard(*this, plan, &root);
+      throw;
+    }
+  }
+}
+
+// Makes the value of a resident page again and compares, bit by bit, it and whatever else is there
+// of what uncertain ops made on the way. A verdict is for one output of one op; one failure is for
+// good.
+bool Session::audit(Page& page) {
+  struct Verdict {
+    uint64_t key;
+    bool compared;
+    bool equal;
+  };
+  Plan plan;
+  Pins pins;
+  c10::intrusive_ptr<Value> root;
+  c10::Storage kept;
+  bool ran = false;
+  bool equal = false;
+  Shield shield;  // what a signal handler raises inside of an op says nothing of the op
+  std::vector<Verdict> verdicts;
+  const auto inspect = [&](const OpRecord& op, const std::vector<c10::Storage>& made) {
+    if (is_certain(op)) {
+      return;
+    }
+    for (size_t i = 0; i < made.size(); ++i) {
+      c10::Storage original;
+      uint64_t key = 0;
+      {
+        Guard guard(*this);
+        const Value* value = op.outputs[i].value;
+        if (value == nullptr || !made[i]) {
+          continue;
+        }
+        key = value->trust_key();
+        original = storage_there(*value);
+      }
+      verdicts.push_back(
+          {key, static_cast<bool>(original), original && same_bytes(made[i], original)});
+    }
+  };
+  try {
+    for (;;) {
+      PagePtrs wanted;
+      {
+        Guard guard(*this);
+        if (page.residency != Residency::Resident || !page.current->producer) {
+          return false;
+        }
+        root = page.current;
+        kept = page.strong;
+        make_plan(*this, *root, plan, wanted);
+      }
+      if (wanted.empty()) {
+        break;
+      }
+      discard(*this, plan);
+      pin(*this, wanted, pins);
+    }
+    equal = same_bytes(execute(*this, plan, *root, /*installs=*/false, /*gives_up=*/false, inspect),
+                       kept);
+    ran = true;
+  } catch (const std::exception&) {
+    equal = false;
+  }
+  if (!ran) {
+    verdicts.clear();  // no room, most likely: nothing was shown
+  }
+  {
+    Guard guard(*this);
+    ++counters_.audits;
+    counters_.audit_failures += equal ? 0 : 1;
+    const auto judge = [&](uint64_t key, bool good) {
+      if (good) {
+        trusted_.insert(key);
+      } else if (distrusted_.insert(key).second) {
+        ++anchor_epoch_;  // recipes that were checked before may go through it
+      }
+    };
+    for (const auto& verdict : verdicts) {
+      // What could not be compared itself stands or falls with what was made from it.
+      judge(verdict.key, verdict.compared ? verdict.equal : equal);
+    }
+    if (ran && !equal) {
+      judge(root->trust_key(), false);
+    }
+  }
+  discard(*this, plan, &root);
+  return equal;
+}
+
+}  // namespace delta

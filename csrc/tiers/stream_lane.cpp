@@ -1,0 +1,166 @@
+#include "tiers/stream_lane.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/record_function.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+#include "state/values.h"
+
+namespace delta {
+
+c10::StreamId current_stream_id(c10::Device device) {
+  if (device.is_cpu()) {
+    return kNoStream;
+  }
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).id();
+}
+
+void order_after_stream(c10::Device device, c10::StreamId stream) {
+  c10::Event queued(device.type());
+  queued.record(c10::Stream(c10::Stream::UNSAFE, device, stream));
+  queued.block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+StreamLane::StreamLane(c10::Device device)
+    : device_(device),
+      stream_(c10::impl::VirtualGuardImpl(device.type())
+                  .getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
+      process_(getpid()) {}
+
+void StreamLane::copy(Transfer& transfer) {
+  const c10::OptionalDeviceGuard device(device_);
+  const c10::Stream current = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  const c10::StreamId own = transfer.stream == kNoStream ? current.id() : transfer.stream;
+  if (sabotage() != Sabotage::NoOrderSide) {
+    c10::Event queued(device_.type());
+    queued.record(current);
+    queued.block(stream_);
+    if (own != current.id()) {
+      c10::Event also(device_.type());
+      also.record(c10::Stream(c10::Stream::UNSAFE, device_, own));
+      also.block(stream_);
+    }
+  }
+  if (transfer.follows && transfer.follows->after) {
+    transfer.follows->after->block(stream_);
+  }
+  transfer.began.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
+  transfer.after.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
+  transfer.began->record(stream_);
+  {
+    const c10::StreamGuard on(stream_);
+    const c10::NoGradGuard no_grad;
+    // No Python may run here: the session's lock is held.
+    const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::autocast_dispatch_keyset |
+                                                      c10::python_ks);
+    const at::RecordFunctionGuard unobserved(false);
+    const at::AutoDispatchBelowADInplaceOrView below;
+    at::Tensor there = bytes_of(transfer.device);
+    at::Tensor here = at::from_blob(transfer.block->memory(), {transfer.bytes}, at::kByte);
+    (transfer.out ? here : there).copy_(transfer.out ? there : here, /*non_blocking=*/true);
+  }
+  transfer.after->record(stream_);
+}
+
+void StreamLane::submit(const TransferPtr& transfer) {
+  transfer->lane = this;
+  std::lock_guard<std::mutex> guard(mutex_);
+  try {
+    copy(*transfer);
+  } catch (const std::exception&) {
+    transfer->error = EIO;
+    transfer->state.store(Transfer::State::Failed, std::memory_order_release);
+    return;
+  }
+  queued_bytes_.fetch_add(transfer->bytes, std::memory_order_relaxed);
+  transfer->state.store(Transfer::State::Running, std::memory_order_release);
+  queue_.push_back(transfer);
+}
+
+// Out: before the memory's own stream, which is what will hand it to somebody else. In: before the
+// stream that is about to use it.
+void StreamLane::wait(Transfer& transfer) {
+  if (transfer.ended()) {
+    return;
+  }
+  const c10::OptionalDeviceGuard device(device_);
+  c10::Stream next = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  if (transfer.out && transfer.stream != kNoStream) {
+    next = c10::Stream(c10::Stream::UNSAFE, device_, transfer.stream);
+  }
+  if (sabotage() != (transfer.out ? Sabotage::NoOrderOut : Sabotage::NoOrderIn)) {
+    transfer.after->block(next);
+  }
+  transfer.ordered_before.store(next.id(), std::memory_order_release);
+}
+
+void StreamLane::fail_all() noexcept {
+  for (auto& transfer : queue_) {
+    transfer->error = EIO;
+    queued_bytes_.fetch_sub(transfer->bytes, std::memory_order_relaxed);
+    transfer->follows.reset();
+    transfer->state.store(Transfer::State::Failed, std::memory_order_release);
+  }
+  queue_.clear();
+}
+
+void StreamLane::poll() noexcept {
+  std::lock_guard<std::mutex> guard(mutex_);
+  if (queue_.empty()) {
+    return;
+  }
+  if (process_ != getpid()) {
+    fail_all();
+    return;
+  }
+  try {
+    while (!queue_.empty() && queue_.front()->after->query()) {
+      Transfer& transfer = *queue_.front();
+      transfer.begin_s = transfer.end_s = seconds_of(std::chrono::steady_clock::now());
+      try {
+        transfer.begin_s -= transfer.began->elapsedTime(*transfer.after) / 1e3;
+      } catch (const std::exception&) {
+        // A device whose events have no clock.
+      }
+      count(transfer);
+      transfer.follows.reset();
+      transfer.state.store(Transfer::State::Done, std::memory_order_release);
+      queue_.pop_front();
+    }
+  } catch (const std::exception&) {
+    fail_all();
+  }
+}
+
+void StreamLane::finish(Transfer& transfer) {
+  if (!transfer.ended() && process_ == getpid()) {
+    try {
+      transfer.after->synchronize();
+    } catch (const std::exception&) {
+      // poll() meets it too
+    }
+  }
+  poll();
+}
+
+void StreamLane::stop() {
+  if (process_ == getpid()) {
+    try {
+      stream_.synchronize();
+    } catch (const std::exception&) {
+      // The device is gone, or failed; poll() sees what became of the copies.
+    }
+  }
+  poll();
+}
+
+}  // namespace delta

@@ -1,0 +1,55 @@
+// Lanes of an accelerator: a side stream each, on whatever device type has streams and events.
+//
+// Note: order between streams
+//  1. Memory belongs to the stream that it was allocated on and goes back there, at once. A page
+//     whose storage the session did not see being made is never freed here, for nobody knows that
+//     stream; nor is one that was used on more than one: see Page::many_streams.
+//  2. Out: the side stream waits for what the page's stream, and the current one, have queued until
+//     now, copies, and marks the end. The memory is freed only after the page's stream was made to
+//     wait for that mark.
+//  3. In: the destination is allocated on the page's stream; the side stream waits for what that
+//     one has queued until now, which includes whoever had the memory before, and for the end of
+//     the copy out. Whoever uses it waits for the mark, on the stream that is current then;
+//     and on another stream than the page's, for that one too.
+//  4. A block of host memory goes back when the mark was reached, not when it was queued.
+//  5. A device that fails leaves no copy that anybody trusts: all that was under way has failed.
+#pragma once
+
+#include <sys/types.h>
+
+#include <deque>
+
+#include "tiers/lanes.h"
+
+namespace delta {
+
+class StreamLane : public Lane {
+ public:
+  explicit StreamLane(c10::Device device);
+  ~StreamLane() override { StreamLane::stop(); }
+
+  void submit(const TransferPtr& transfer) override;
+  void wait(Transfer& transfer) override;
+  bool cancel(Transfer&) override { return false; }
+  void poll() noexcept override;
+  void finish(Transfer& transfer) override;
+  void stop() override;
+  c10::StreamId stream_id() const override { return stream_.id(); }
+
+ private:
+  void copy(Transfer& transfer);
+  void fail_all() noexcept;  // under the mutex
+
+  const c10::Device device_;
+  const c10::Stream stream_;
+  const pid_t process_;  // a forked child has no device
+  std::deque<TransferPtr> queue_;
+};
+
+// The id of the stream that is current on this thread; kNoStream on devices without any.
+c10::StreamId current_stream_id(c10::Device device);
+
+// What the current stream does next comes after what `stream` has queued until now.
+void order_after_stream(c10::Device device, c10::StreamId stream);
+
+}  // namespace delta
