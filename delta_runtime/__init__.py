@@ -7,7 +7,7 @@
     print(runtime.report())
 
 Public names are loaded when they are first used, so that the torch-free parts (`delta_runtime.core`,
-`delta_runtime.decide`) can be imported without torch.
+`delta_runtime.online`, `delta_runtime.planners`) can be imported without torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         SwapFailed,
         UsageError,
     )
-    from delta_runtime.core.graph import StepGraph
+    from delta_runtime.core.step_graph import StepGraph
     from delta_runtime.report.step_report import StepReport
     from delta_runtime.runtime import Runtime, disable, mark_written
 

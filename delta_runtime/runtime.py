@@ -1,8 +1,8 @@
-"""The runtime: the context manager around training steps, and the pump between record and decide.
+"""The runtime: the context manager around training steps, and the pump between record and the deciders.
 
 It puts the parts together and nothing else: the extension observes and obeys, `record` reads what
-it saw, `decide` says what to evict, and here the two are connected, once per step and whenever
-memory gets tight while no plan is followed.
+it saw, `online` and `planners` say what to evict, and here they are connected, once per step and
+whenever memory gets tight while no plan is followed.
 
 Note: steps and their boundaries
   1. Inside `runtime.step()` the step is the block. While the runtime is only entered, a step ends
@@ -43,22 +43,22 @@ from delta_runtime.act.pinning import pinning
 from delta_runtime.act.tiers import open_tiers
 from delta_runtime.config import Config, Launched, check_requested
 from delta_runtime.core.errors import BudgetInfeasible, DeltaError, RecomputeMismatch, UsageError
-from delta_runtime.core.graph import StepGraph
+from delta_runtime.core.events import Bounds, Distance, PublishQueue, Residency
 from delta_runtime.core.interrupts import Interrupted
-from delta_runtime.core.model import Bounds, Distance, PublishQueue, Residency
+from delta_runtime.core.step_graph import StepGraph
+from delta_runtime.core.transfer import Links
 from delta_runtime.core.units import BudgetSpec, BytesSpec, format_bytes
 from delta_runtime.core.warn import warn
-from delta_runtime.decide.director import Links
-from delta_runtime.decide.known_steps import DIFFERS_BYTES, KnownSteps, StepCost
-from delta_runtime.decide.ledger import Ledger, LedgerError
-from delta_runtime.decide.planning_time import PlanningTime
-from delta_runtime.decide.policies import Policy, Stress, get_policy
-from delta_runtime.decide.standing_aside import StandingAside
 from delta_runtime.device import resolve_budget, resolve_device
 from delta_runtime.extension import _C, shielded
+from delta_runtime.online.ledger import Ledger, LedgerError
+from delta_runtime.online.policies import Policy, Stress, get_policy
+from delta_runtime.plan_cache import DIFFERS_BYTES, KnownSteps, StepCost
+from delta_runtime.planning_time import PlanningTime
 from delta_runtime.record.step_log import drain_events, read_step_graph
 from delta_runtime.report.step_report import StepReport, StepTotals, TierUse
 from delta_runtime.report.trace import TRACE_DTYPE, Trace
+from delta_runtime.standing_aside import StandingAside
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Runtime:
             state, activations, temporaries. Bytes, ``"10GiB"``, ``"50%"``, a float in (0, 1] of the
             device's capacity, or ``"auto"``: what is free now, less a margin.
         device: the device to manage; None for the current accelerator, or the CPU where there is none.
-        policy: how to decide; see `delta_runtime.decide.policies`.
+        policy: how to decide; see `delta_runtime.online.policies`.
         verify: how much of what comes back is compared with what went. ``"first"``: everything in the
             first two steps of a sequence of ops, then each value at least once in 50 steps, and always
             what depends on an op that is not PyTorch's own; ``"always"``: everything; ``"off"``: nothing.

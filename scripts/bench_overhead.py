@@ -40,7 +40,7 @@ from torch import nn
 import delta_runtime as delta
 from delta_runtime import _C, cpu_pool
 from delta_runtime.core.units import format_seconds
-from delta_runtime.decide.known_steps import CALIBRATION_STEPS
+from delta_runtime.plan_cache import CALIBRATION_STEPS
 from scripts.bench_recompute import (
     BENCH_WORKLOADS,
     SEED,

@@ -49,11 +49,11 @@ from torch.utils.checkpoint import checkpoint
 
 import delta_runtime as delta
 from delta_runtime import cpu_pool
-from delta_runtime.core.model import EventKind
+from delta_runtime.core.events import EventKind
 from delta_runtime.core.units import format_bytes, format_seconds
-from delta_runtime.decide.bounds import bounds_of
-from delta_runtime.decide.known_steps import CALIBRATION_STEPS
-from delta_runtime.decide.policies import POLICIES
+from delta_runtime.online.policies import POLICIES
+from delta_runtime.plan_cache import CALIBRATION_STEPS
+from delta_runtime.planners.bounds import bounds_of
 from delta_runtime.report.step_report import StepTotals
 from scripts.train_plain import THREADS
 from scripts.workloads import (

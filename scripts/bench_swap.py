@@ -61,10 +61,10 @@ import delta_runtime as delta
 from delta_runtime import cpu_pool
 from delta_runtime.act.links import PROFILES, flops_per_s, link_bytes_per_s
 from delta_runtime.act.spill import measure_disk
-from delta_runtime.core.model import Exit
+from delta_runtime.core.events import Exit
 from delta_runtime.core.units import format_bytes, format_seconds
-from delta_runtime.decide.known_steps import STEPS_TO_SETTLE
-from delta_runtime.decide.policies import POLICIES
+from delta_runtime.online.policies import POLICIES
+from delta_runtime.plan_cache import STEPS_TO_SETTLE
 from delta_runtime.report.step_report import StepTotals
 from scripts.bench_recompute import (
     BENCH_WORKLOADS,

@@ -50,7 +50,7 @@ from torch import nn
 import delta_runtime as delta
 from delta_runtime import cpu_pool
 from delta_runtime.core.units import format_bytes, format_seconds
-from delta_runtime.decide.policies import POLICIES
+from delta_runtime.online.policies import POLICIES
 from scripts.bench_recompute import console, machine, write_json
 from tests.support.bitwise import buffers, freeze, gradients, parameters, random_state
 from tests.zoo import ZOO, ZooEntry, ZooModel

@@ -39,8 +39,8 @@ from torch import nn
 
 import delta_runtime as delta
 from delta_runtime import _C, cpu_pool
-from delta_runtime.core.model import Residency
-from delta_runtime.decide.policies import Policy, get_policy
+from delta_runtime.core.events import Residency
+from delta_runtime.online.policies import Policy, get_policy
 
 LAYERS = 4
 WIDTH = 64

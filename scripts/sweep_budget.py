@@ -36,7 +36,7 @@ from rich.table import Table
 import delta_runtime as delta
 from delta_runtime import _C, cpu_pool
 from delta_runtime.core.units import format_bytes, format_seconds
-from delta_runtime.decide.policies import POLICIES
+from delta_runtime.online.policies import POLICIES
 from scripts.bench_recompute import (
     BENCH_WORKLOADS,
     SEED,

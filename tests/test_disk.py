@@ -27,7 +27,7 @@ import torch
 import delta_runtime as delta
 from delta_runtime.act import spill
 from delta_runtime.config import Config
-from delta_runtime.decide.policies import get_policy
+from delta_runtime.online.policies import get_policy
 from tests.support.bitwise import Snapshot, assert_same_bits
 from tests.support.fixtures import one_thread  # noqa: F401
 from tests.support.swapping import (

@@ -16,7 +16,7 @@ from torch import nn
 
 import delta_runtime as delta
 from delta_runtime import cpu_pool
-from delta_runtime.core.graph import StepGraph
+from delta_runtime.core.step_graph import StepGraph
 from tests.support.bitwise import Snapshot, assert_same_bits, freeze, gradients
 from tests.support.fixtures import one_thread  # noqa: F401
 

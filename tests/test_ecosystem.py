@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from delta_runtime.core.model import Bounds
+from delta_runtime.core.events import Bounds
 from delta_runtime.report.step_report import StepReport, StepTotals
 from scripts import check_ecosystem
 from scripts.check_ecosystem import PROGRAMS, Program, Row, Run, cells, check, reports_in

@@ -26,9 +26,8 @@ import torch
 from torch import nn
 
 import delta_runtime as delta
-from delta_runtime import _C, cpu_pool
+from delta_runtime import _C, cpu_pool, plan_cache
 from delta_runtime.core.interrupts import give_way
-from delta_runtime.decide import known_steps
 from delta_runtime.extension import shielded
 from scripts.stress_interrupts import leftovers
 from tests.support.fixtures import one_thread  # noqa: F401
@@ -179,7 +178,7 @@ def test_planning_is_broken_off(monkeypatch):
     runtime = tight()
     model = net()
     with monkeypatch.context() as patch:
-        patch.setattr(known_steps, "foresee", endless)
+        patch.setattr(plan_cache, "foresee", endless)
         with pytest.raises(KeyboardInterrupt), runtime:
             for _ in range(3):
                 step(model)

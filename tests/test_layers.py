@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "delta_runtime"
-PURE = ("core", "decide", "planners", "simulate", "report")
+PURE = ("core", "online", "planners", "simulate", "report")
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,13 @@ def _layer(parts: str = "", packages: str = "", lazy: str = "") -> Layer:
 LAYERS = {
     "core": _layer(packages="numpy"),
     "config": _layer("core"),
-    "decide": _layer("core", "numpy scipy"),
+    "online": _layer("core", "numpy scipy"),
     "planners": _layer("core", "numpy scipy"),
-    "simulate": _layer("core decide", "numpy scipy"),
+    "planning_time": _layer("core"),
+    "standing_aside": _layer("affordable_peak plan_cache"),
+    "affordable_peak": _layer("core planners planning_time", "numpy"),
+    "plan_cache": _layer("core planners affordable_peak planning_time", "numpy"),
+    "simulate": _layer("core online planners", "numpy scipy"),
     "report": _layer("core", "numpy scipy rich", lazy="matplotlib"),
     "extension": _layer("core _C", "torch"),
     "record": _layer("core extension _C", "numpy torch"),
@@ -127,15 +131,15 @@ def test_imports_follow_the_layers():
     [
         ("delta_runtime.core.units", "import torch"),
         ("delta_runtime.core.units", "def f():\n    import torch.nn as nn"),
-        ("delta_runtime.core.units", "from ..decide import ledger"),
+        ("delta_runtime.core.units", "from ..online import ledger"),
         ("delta_runtime.core.units", "from delta_runtime import config"),
         ("delta_runtime.core.units", "import scipy.optimize"),
         ("delta_runtime.config", "from delta_runtime.runtime import Runtime"),
-        ("delta_runtime.decide.ledger", "from delta_runtime.act import executor"),
-        ("delta_runtime.decide.ledger", "if True:\n    from .. import _C"),
-        ("delta_runtime.planners.rotor", "from delta_runtime.decide import ledger"),
+        ("delta_runtime.online.ledger", "from delta_runtime.act import executor"),
+        ("delta_runtime.online.ledger", "if True:\n    from .. import _C"),
+        ("delta_runtime.planners.rotor", "from delta_runtime.online import ledger"),
         ("delta_runtime.report.plots", "import matplotlib.pyplot"),
-        ("delta_runtime.record.recorder", "import delta_runtime.decide.ledger"),
+        ("delta_runtime.record.recorder", "import delta_runtime.online.ledger"),
         ("delta_runtime.act.host", "import cupy"),
         ("delta_runtime.act.host", "from ..record import recorder"),
     ],
@@ -148,8 +152,8 @@ def test_a_breach_is_found(module, source):
     ("module", "source"),
     [
         ("delta_runtime.core.units", "import os.path, numpy as np\nfrom . import errors"),
-        ("delta_runtime.decide.ledger", "from ..core.model import Residency\nimport numpy"),
-        ("delta_runtime.simulate.run", "from delta_runtime.decide.ledger import Ledger"),
+        ("delta_runtime.online.ledger", "from ..core.events import Residency\nimport numpy"),
+        ("delta_runtime.simulate.run", "from delta_runtime.online.ledger import Ledger"),
         ("delta_runtime.report.plots", "import rich\ndef f():\n    import matplotlib.pyplot"),
         ("delta_runtime.record.recorder", "import torch\nfrom .. import _C"),
         ("delta_runtime.runtime", "import torch\nfrom .act import executor"),
@@ -160,8 +164,8 @@ def test_an_allowed_import_passes(module, source):
 
 
 def test_relative_imports_of_a_package_are_its_own():
-    assert breaches_of("from .ledger import Ledger", "delta_runtime.decide", is_package=True) == []
-    assert breaches_of("from ..act import x", "delta_runtime.decide", is_package=True) != []
+    assert breaches_of("from .ledger import Ledger", "delta_runtime.online", is_package=True) == []
+    assert breaches_of("from ..act import x", "delta_runtime.online", is_package=True) != []
 
 
 def test_only_config_names_the_variables():

@@ -1,6 +1,6 @@
 """Plans by measurement, in a runtime: which steps are measured, when a step is recorded once more, what is no step.
 
-Covers a small network on the CPU pool. Does not cover: which of several plans stays (decide/test_known_steps.py).
+Covers a small network on the CPU pool. Does not cover: which of several plans stays (test_plan_cache.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import delta_runtime as delta
-from delta_runtime.decide.known_steps import CALIBRATION_STEPS, STEPS_TO_SETTLE, TRIAL_STEPS
+from delta_runtime.plan_cache import CALIBRATION_STEPS, STEPS_TO_SETTLE, TRIAL_STEPS
 from delta_runtime.report.step_report import StepTotals
 from tests.support.bitwise import Snapshot
 from tests.support.fixtures import one_thread  # noqa: F401

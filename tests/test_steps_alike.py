@@ -1,7 +1,7 @@
 """Steps that run the same ops on the same shapes and are not the same step: each follows a plan of its own.
 
 Covers programs whose turns begin alike and save other tensors. Does not cover how a plan is made
-(tests/decide/test_foresight.py), nor shapes that change (tests/test_runtime.py).
+(tests/planners/test_joint_heuristic.py), nor shapes that change (tests/test_runtime.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Swapping on the virtual accelerator, as users meet it: same bits, the budget held, lanes that overlap, and what
 happens when host memory is full, when a runtime closes, forks, or is written to in between.
 
-Covers small networks on the CPU pool. Does not cover: plans (decide/test_swap_plans.py), which plan stays
+Covers small networks on the CPU pool. Does not cover: plans (planners/test_swap_search.py), which plan stays
 (test_measured_plans.py), directors (contracts/test_directors_contract.py), all ops and real models (tests/sweeps),
 leaks (test_leaks.py).
 """
@@ -24,7 +24,7 @@ import delta_runtime as delta
 from delta_runtime import cpu_pool
 from delta_runtime.act.links import PROFILES, flops_per_s, link_bytes_per_s
 from delta_runtime.config import Config
-from delta_runtime.core.model import Exit
+from delta_runtime.core.events import Exit
 from delta_runtime.report.trace import TraceKind
 from tests.support.bitwise import Snapshot, assert_same_bits
 from tests.support.fixtures import one_thread  # noqa: F401

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from delta_runtime.core.graph import StepGraph
-from delta_runtime.core.model import EVENT_DTYPE, EventKind, Events
+from delta_runtime.core.events import EVENT_DTYPE, EventKind, Events
+from delta_runtime.core.step_graph import StepGraph
 
 LOGGED_OP_DTYPE = np.dtype(
     [

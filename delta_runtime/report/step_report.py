@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from delta_runtime.core.model import Bounds
+from delta_runtime.core.events import Bounds
 from delta_runtime.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -244,7 +244,7 @@ _IMPORT_LINES = (
     "",
     "import delta_runtime as delta",
     "from delta_runtime import cpu_pool",
-    "from delta_runtime.decide.policies import get_policy",
+    "from delta_runtime.online.policies import get_policy",
 )
 
 

@@ -61,7 +61,7 @@ class Settings:
     def runtime(self, budget_bytes: int) -> delta.Runtime:
         """A runtime by these settings."""
         # Imported late: what the first use of a runtime does to a process is a question, too.
-        from delta_runtime.decide.policies import get_policy
+        from delta_runtime.online.policies import get_policy
 
         policy = dataclasses.replace(get_policy(self.policy), seed=self.seed)
         try:

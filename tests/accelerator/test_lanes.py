@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import delta_runtime as delta
-from delta_runtime.decide.policies import get_policy
+from delta_runtime.online.policies import get_policy
 from tests.support.bitwise import Snapshot, assert_same_bits, freeze, prefixed
 from tests.support.managed import STREAM_SABOTAGES, poisoned_host_memory, sabotage
 

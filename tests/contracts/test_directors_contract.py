@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delta_runtime.core.model import Exit
-from delta_runtime.decide.director import DIRECTORS, Links
-from delta_runtime.decide.filters import Columns
+from delta_runtime.core.events import Exit
+from delta_runtime.core.transfer import Links
+from delta_runtime.online.directors import DIRECTORS
+from delta_runtime.online.filters import Columns
 
 ROWS = st.lists(
     st.tuples(

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from delta_runtime.core.model import Distance
-from delta_runtime.decide.filters import FILTERS, Column, Columns
-from delta_runtime.decide.policies import POLICIES
+from delta_runtime.core.events import Distance
+from delta_runtime.online.filters import FILTERS, Column, Columns
+from delta_runtime.online.policies import POLICIES
 
 NAMES = {
     Column.BYTES: "bytes",

@@ -78,7 +78,7 @@ def managed(mode: str, *, seed: int = 0, budget_bytes: int | None = None) -> Ite
         return
 
     import delta_runtime as delta
-    from delta_runtime.decide.policies import get_policy
+    from delta_runtime.online.policies import get_policy
 
     device = str(device_under_test())
     if mode == "budget":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from delta_runtime.core.graph import StepGraph
+from delta_runtime.core.step_graph import StepGraph
 
 
 def chain(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from delta_runtime.core.model import FloatColumn, IntColumn
+from delta_runtime.core.events import FloatColumn, IntColumn
 
 
 class Neighbourhood:

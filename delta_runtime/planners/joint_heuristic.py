@@ -22,13 +22,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from delta_runtime.core.graph import Floats, Ints, StepGraph
-from delta_runtime.core.model import Exit, ExitColumn
-from delta_runtime.decide.cover import Cover, Mask, choose, recipes_of
-from delta_runtime.decide.director import Links
-from delta_runtime.decide.exchange import only_swaps, prefetch_ops, swap_instead, swap_more
-from delta_runtime.decide.lane_times import LaneTimes
-from delta_runtime.decide.rehearsal import WORK_PER_SECOND, Choice, Rehearsal, mend
+from delta_runtime.core.events import Exit, ExitColumn
+from delta_runtime.core.recipes import recipes_of
+from delta_runtime.core.step_graph import Floats, Ints, Mask, StepGraph
+from delta_runtime.core.transfer import Links
+from delta_runtime.planners.evaluate import WORK_PER_SECOND, Rehearsal
+from delta_runtime.planners.greedy_drops import Cover, choose
+from delta_runtime.planners.repair import Choice, mend
+from delta_runtime.planners.swap_search import only_swaps, prefetch_ops, swap_instead, swap_more
+from delta_runtime.planners.transfer_schedule import LaneTimes
 
 _PLANNED = 1e-4  # weight of a planned drop relative to an unplanned one: it goes first
 _TO_MEND = 1_000_000  # units of work, for each attempt and direction; see WORK_PER_SECOND

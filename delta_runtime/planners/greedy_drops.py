@@ -10,68 +10,16 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Set
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from delta_runtime.core.graph import Ints, StepGraph
 from delta_runtime.core.interrupts import give_way
-
-Mask = npt.NDArray[np.bool_]
+from delta_runtime.core.recipes import Recipes
+from delta_runtime.core.step_graph import Ints, StepGraph
 
 _WORK_OF_A_GAIN = 25
 EPSILON_S = 1e-7
 """Seconds added to every choice: no op is free."""
-
-
-@dataclass(frozen=True, eq=False)
-class Recipes:
-    """For each saved value: the unsaved ops of its recipe, and the saved values that it starts from.
-
-    Possible is what is made again bit for bit: each value on the way repeats, and they are not too many.
-    """
-
-    ops: list[Ints]
-    parents: list[Ints]
-    children: list[list[int]]
-    possible: Mask
-
-
-def recipes_of(graph: StepGraph) -> Recipes:
-    page_of = np.full(graph.n_values, -1, dtype=np.int64)
-    page_of[graph.saved] = np.arange(len(graph.saved))
-    ops: list[Ints] = []
-    parents: list[Ints] = []
-    children: list[list[int]] = [[] for _ in graph.saved]
-    repeats: list[bool] = graph.value_repeats.tolist()
-    possible = graph.value_repeats[graph.saved]
-    for page, value in enumerate(graph.saved):
-        give_way()
-        chain: set[int] = set()
-        roots: set[int] = set()
-        stack = [int(graph.value_op[value])]
-        while stack:
-            op = stack.pop()
-            if op in chain:
-                continue
-            chain.add(op)
-            for source in graph.inputs_of(op):
-                parent = int(page_of[source])
-                if parent >= 0:
-                    roots.add(parent)
-                else:
-                    stack.append(int(graph.value_op[source]))
-                    possible[page] &= repeats[source]
-            if len(chain) > 4096:
-                possible[page] = False
-                break
-        roots.discard(page)
-        ops.append(np.array(sorted(chain), dtype=np.int64))
-        parents.append(np.array(sorted(roots), dtype=np.int64))
-        for parent in roots:
-            children[parent].append(page)
-    return Recipes(ops, parents, children, possible)
 
 
 def _last_forward_read(graph: StepGraph) -> Ints:

@@ -7,12 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from delta_runtime.core.graph import StepGraph
-from delta_runtime.core.model import Exit
-from delta_runtime.decide.bounds import bounds_of
-from delta_runtime.decide.director import Links
-from delta_runtime.decide.foresight import Foresight, foresee
-from delta_runtime.decide.known_steps import (
+from delta_runtime.affordable_peak import MOST_MORE, Relief, affordable_s, bearable_s
+from delta_runtime.core.events import Exit
+from delta_runtime.core.step_graph import StepGraph
+from delta_runtime.core.transfer import Links
+from delta_runtime.plan_cache import (
     CALIBRATION_STEPS,
     MOST_TRIALS,
     STEPS_TO_SETTLE,
@@ -21,8 +20,9 @@ from delta_runtime.decide.known_steps import (
     KnownSteps,
     StepCost,
 )
-from delta_runtime.decide.planning_time import PlanningTime
-from delta_runtime.decide.relief import MOST_MORE, Relief, affordable_s, bearable_s
+from delta_runtime.planners.bounds import bounds_of
+from delta_runtime.planners.joint_heuristic import Foresight, foresee
+from delta_runtime.planning_time import PlanningTime
 from tests.support.step_graphs import chain
 
 MIB = 1024**2

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from delta_runtime.core.model import Distance, FloatColumn, IntColumn
+from delta_runtime.core.events import Distance, FloatColumn, IntColumn
 
 
 class Column(enum.Flag):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import delta_runtime as delta
-from delta_runtime.decide.known_steps import StepCost
-from delta_runtime.decide.standing_aside import StandingAside
+from delta_runtime.plan_cache import StepCost
+from delta_runtime.standing_aside import StandingAside
 
 TINY_OPS = StepCost(
     fingerprint=7, ops=5000, begin_bytes=0, peak_bytes=0, seconds=0.16, rebuild_s=0.0, whole=True

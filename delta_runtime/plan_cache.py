@@ -2,7 +2,7 @@
 
 Covers when a step has to be logged, how several runs of one graph become one record, which of several
 plans is the best by measurement, when a budget is given up, and the plans in the form in which the
-extension follows them. What a plan says is `foresight`'s concern.
+extension follows them. What a plan says is the planners' concern.
 
 Note: a budget that cannot be met
   1. A whole step that passed the budget shows it, where the budget is below the least one of the
@@ -22,14 +22,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from delta_runtime.core.graph import Floats, Ints, StepGraph, Words
-from delta_runtime.core.model import Bounds, Exit, ExitColumn
-from delta_runtime.decide.bounds import bounds_of
-from delta_runtime.decide.director import Links
-from delta_runtime.decide.foresight import MOST_EFFORT, Foresight, foresee
-from delta_runtime.decide.planning_time import PlanningTime
-from delta_runtime.decide.rehearsal import WORK_PER_SECOND
-from delta_runtime.decide.relief import MOST_WORK, Relief, affordable_s, bearable_s
+from delta_runtime.affordable_peak import MOST_WORK, Relief, affordable_s, bearable_s
+from delta_runtime.core.events import Bounds, Exit, ExitColumn
+from delta_runtime.core.step_graph import Floats, Ints, StepGraph, Words
+from delta_runtime.core.transfer import Links
+from delta_runtime.planners.bounds import bounds_of
+from delta_runtime.planners.evaluate import WORK_PER_SECOND
+from delta_runtime.planners.joint_heuristic import MOST_EFFORT, Foresight, foresee
+from delta_runtime.planning_time import PlanningTime
 
 CALIBRATION_STEPS = 3
 """Steps of one graph whose op times are taken (the least of them counts) before its plan is final."""

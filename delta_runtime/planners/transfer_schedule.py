@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from delta_runtime.decide.cover import Cover
-from delta_runtime.decide.director import Links
+from delta_runtime.core.transfer import Links
+from delta_runtime.planners.greedy_drops import Cover
 
 _SPEED_COUNTED_ON = 0.9  # of what the lanes were seen to do
 

@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from delta_runtime.core.model import UNKNOWN_TICK, Distance
-from delta_runtime.decide.filters import FILTERS, Column, Columns, distances
+from delta_runtime.core.events import UNKNOWN_TICK, Distance
+from delta_runtime.online.filters import FILTERS, Column, Columns, distances
 
 NOW = 1000
 

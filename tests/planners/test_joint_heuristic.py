@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delta_runtime.core.graph import StepGraph
-from delta_runtime.decide.bounds import bounds_of
-from delta_runtime.decide.cover import Cover, recipes_of
-from delta_runtime.decide.foresight import foresee
-from delta_runtime.decide.known_steps import CALIBRATION_STEPS, KnownSteps
-from delta_runtime.decide.rehearsal import Rehearsal, beyond_help
-from delta_runtime.decide.relief import MOST_WORK
+from delta_runtime.affordable_peak import MOST_WORK
+from delta_runtime.core.recipes import recipes_of
+from delta_runtime.core.step_graph import StepGraph
+from delta_runtime.plan_cache import CALIBRATION_STEPS, KnownSteps
+from delta_runtime.planners.bounds import bounds_of
+from delta_runtime.planners.evaluate import Rehearsal
+from delta_runtime.planners.greedy_drops import Cover
+from delta_runtime.planners.joint_heuristic import foresee
+from delta_runtime.planners.repair import beyond_help
 from tests.support.step_graphs import chain
 
 MIB = 1024**2

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from delta_runtime.core.model import (
+from delta_runtime.core.events import (
     EVENT_DTYPE,
     LEGAL_MOVES,
     Distance,
@@ -31,8 +31,8 @@ from delta_runtime.core.model import (
     Refusal,
     Residency,
 )
-from delta_runtime.decide.ledger import Ledger, LedgerError, Statistics
-from delta_runtime.decide.policies import get_policy
+from delta_runtime.online.ledger import Ledger, LedgerError, Statistics
+from delta_runtime.online.policies import get_policy
 
 K = EventKind
 

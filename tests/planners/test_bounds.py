@@ -6,9 +6,10 @@ import dataclasses
 
 import numpy as np
 
-from delta_runtime.core.graph import StepGraph
-from delta_runtime.decide.bounds import bounds_of
-from delta_runtime.decide.cover import Cover, recipes_of
+from delta_runtime.core.recipes import recipes_of
+from delta_runtime.core.step_graph import StepGraph
+from delta_runtime.planners.bounds import bounds_of
+from delta_runtime.planners.greedy_drops import Cover
 from tests.support.step_graphs import chain
 
 MIB = 1024**2

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from delta_runtime.core.errors import UsageError
-from delta_runtime.core.model import Residency
-from delta_runtime.decide.filters import FILTERS
-from delta_runtime.decide.policies import POLICIES, Policy, Stress, get_policy
+from delta_runtime.core.events import Residency
+from delta_runtime.online.filters import FILTERS
+from delta_runtime.online.policies import POLICIES, Policy, Stress, get_policy
 
 NO_TIER = frozenset({Residency.DROPPED})
 HOST_TIER = frozenset({Residency.DROPPED, Residency.HOST})
@@ -98,7 +98,7 @@ def test_the_decision_layer_does_not_import_torch():
         "package = types.ModuleType('delta_runtime')\n"  # the parts without the public façade
         "package.__path__ = [path + '/delta_runtime' for path in sys.path if path]\n"
         "sys.modules['delta_runtime'] = package\n"
-        "import delta_runtime.decide.ledger\n"
+        "import delta_runtime.online.ledger\n"
         "assert 'torch' not in sys.modules\n"
     )
     path = [each for each in sys.path if each]

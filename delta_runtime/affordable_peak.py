@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from delta_runtime.core.graph import StepGraph
-from delta_runtime.decide.foresight import Foresight
-from delta_runtime.decide.planning_time import PlanningTime
+from delta_runtime.core.step_graph import StepGraph
+from delta_runtime.planners.joint_heuristic import Foresight
+from delta_runtime.planning_time import PlanningTime
 
 MOST_MORE = 0.33
 """Of the seconds of a step's ops: what recomputing may add to them, observing included."""

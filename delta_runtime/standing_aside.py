@@ -4,7 +4,7 @@ In a model of very small ops the observer takes as long as the ops do. Where the
 keeping to some peak below the ordinary one is not worth that price: the steps are run as without a runtime,
 and one is observed from time to time.
 
-Covers which of the coming steps are left alone. What is kept to in the others is `relief`'s concern.
+Covers which of the coming steps are left alone. What is kept to in the others is `affordable_peak`'s concern.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
-from delta_runtime.decide.known_steps import StepCost
-from delta_runtime.decide.relief import OBSERVING_S
+from delta_runtime.affordable_peak import OBSERVING_S
+from delta_runtime.plan_cache import StepCost
 
 MOST_TIMES = 1.5
 """Of an ordinary step: what one may take that keeps to a relief."""

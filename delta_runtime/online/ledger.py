@@ -26,7 +26,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from delta_runtime.core.errors import DeltaError
-from delta_runtime.core.model import (
+from delta_runtime.core.events import (
     EVENT_DTYPE,
     LEGAL_MOVES,
     UNKNOWN_TICK,
@@ -36,22 +36,21 @@ from delta_runtime.core.model import (
     EventKind,
     Events,
     Exit,
-    FloatColumn,
     IntColumn,
     PublishQueue,
     Refusal,
     Residency,
 )
-from delta_runtime.decide.director import Links
-from delta_runtime.decide.filters import Column, Columns, distances
-from delta_runtime.decide.neighbourhood import Neighbourhood
-from delta_runtime.decide.policies import Policy
+from delta_runtime.core.transfer import Links
+from delta_runtime.online.filters import Column, Columns, distances
+from delta_runtime.online.neighbourhood import Neighbourhood
+from delta_runtime.online.next_uses import NextUses
+from delta_runtime.online.page_table import ABSENT, FIRST_CAPACITY, PageTable
+from delta_runtime.online.policies import Policy
 
-_ABSENT = len(Residency)  # the residency of a page that has a row but no PACKED event yet
 _STAYS = -1
 _PAGE_KINDS = EventKind.SWAPPED_IN + 1  # the kinds below concern one page
 
-_FIRST_CAPACITY = 1024
 _STORY_EVENTS = 1_000_000
 _PINNED_PAGES = 8
 
@@ -73,8 +72,8 @@ def _targets() -> IntColumn:
 
 def _allowed() -> BoolColumn:
     """Return [kind, residency]: whether a page event may come in that residency."""
-    allowed = np.zeros((_PAGE_KINDS, _ABSENT + 1), np.bool_)
-    allowed[EventKind.PACKED, _ABSENT] = True
+    allowed = np.zeros((_PAGE_KINDS, ABSENT + 1), np.bool_)
+    allowed[EventKind.PACKED, ABSENT] = True
     for state, following in LEGAL_MOVES.items():
         allowed[EventKind.DROPPED, state] = Residency.DROPPED in following
         allowed[EventKind.RELEASED, state] = Residency.RELEASED in following
@@ -139,150 +138,6 @@ class Statistics:
         return Statistics(**pairs)
 
 
-class _Table:
-    """Struct of arrays, one row for each page, ordered by page id; rows below `rows` are in use."""
-
-    __slots__ = (
-        "admissible",
-        "bytes",
-        "key",
-        "last_use",
-        "packed_at",
-        "page",
-        "residency",
-        "rows",
-        "seconds",
-    )
-
-    _columns = (
-        ("page", np.int64),
-        ("bytes", np.int64),
-        ("key", np.int64),
-        ("seconds", np.float64),
-        ("packed_at", np.int64),
-        ("last_use", np.int64),
-        ("residency", np.int8),
-        ("admissible", np.bool_),
-    )
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self.page: IntColumn
-        self.bytes: IntColumn
-        self.key: IntColumn
-        self.seconds: FloatColumn
-        self.packed_at: IntColumn
-        self.last_use: IntColumn
-        self.residency: np.ndarray[tuple[int], np.dtype[np.int8]]
-        self.admissible: BoolColumn
-        for name, dtype in self._columns:
-            setattr(self, name, np.zeros(_FIRST_CAPACITY, dtype))
-
-    def append(self, packed: Events) -> IntColumn:
-        """Add one row for each PACKED event, keeping the order by page id; return ids now twice."""
-        old, new = self.rows, self.rows + len(packed)
-        if new > len(self.page):
-            self._resize(max(new, 2 * len(self.page)))
-        rows = slice(old, new)
-        page = self.page
-        page[rows] = packed["page"]
-        self.bytes[rows] = packed["bytes"]
-        self.key[rows] = packed["key"]
-        self.seconds[rows] = np.fmax(packed["seconds"], 0.0)
-        self.packed_at[rows] = self.last_use[rows] = packed["tick"]
-        self.residency[rows] = _ABSENT
-        self.admissible[rows] = packed["reason"] != 0
-        self.rows = new
-        tail = page[max(old - 1, 0) : new]
-        if (tail[1:] > tail[:-1]).all():
-            return tail[:0]
-        self._take(np.argsort(page[:new], kind="stable"))
-        twice: IntColumn = page[1:new][page[1:new] == page[: new - 1]]
-        return twice
-
-    def find(self, pages: IntColumn) -> IntColumn:
-        """Return the row of each page, -1 where there is none."""
-        if not self.rows:
-            return np.full(len(pages), -1)
-        page = self.page[: self.rows]
-        at = page.searchsorted(pages)
-        at[at == self.rows] = 0
-        at[page[at] != pages] = -1
-        return at
-
-    def forget(self, residency: Residency) -> None:
-        """Remove all rows in a residency."""
-        self._take(np.flatnonzero(self.residency[: self.rows] != residency))
-
-    def _take(self, rows: IntColumn) -> None:
-        for name, _ in self._columns:
-            column = getattr(self, name)
-            column[: len(rows)] = column[rows]
-        self.rows = len(rows)
-
-    def _resize(self, capacity: int) -> None:
-        for name, dtype in self._columns:
-            column = np.zeros(capacity, dtype)
-            column[: self.rows] = getattr(self, name)[: self.rows]
-            setattr(self, name, column)
-
-
-class _NextUses:
-    """When pages of a key are used, in ticks after their packing, as the last step had it.
-
-    Counting from the packing of the page, and not of the step, keeps most of it right when ops come
-    or go between steps or in the middle of one. Several pages of one key share their leads.
-    """
-
-    __slots__ = ("_firsts", "_leads", "_names", "_places", "_seen_keys", "_seen_leads", "_span")
-
-    def __init__(self) -> None:
-        self._seen_keys: list[IntColumn] = []
-        self._seen_leads: list[IntColumn] = []
-        self._names: IntColumn = np.empty(0, np.int64)  # distinct keys, increasing
-        self._firsts: IntColumn  # place of each key's first lead, and one end mark
-        self._leads: IntColumn  # ordered by key, then by size
-        self._places: IntColumn  # index of the key * span + lead: increasing
-        self._span: int
-
-    def see(self, keys: IntColumn, leads: IntColumn) -> None:
-        """Remember uses of the running step; negative keys say nothing."""
-        known = keys >= 0
-        self._seen_keys.append(keys[known])
-        self._seen_leads.append(np.maximum(leads[known], 0))
-
-    def end_step(self) -> int:
-        """Learn from the step that ended; return how many of its uses had not been foreseen.
-
-        A step without a use (forward only) teaches nothing.
-        """
-        seen = [
-            np.concatenate(each or [self._names[:0]])
-            for each in (self._seen_keys, self._seen_leads)
-        ]
-        self._seen_keys, self._seen_leads = [], []
-        keys, leads = seen
-        if not len(keys):
-            return 0
-        missed = int(np.count_nonzero(~np.isin(keys, self._names))) if len(self._names) else 0
-        order = np.lexsort((leads, keys))
-        self._leads = leads[order]
-        self._names, firsts, group = np.unique(keys[order], return_index=True, return_inverse=True)
-        self._firsts = np.append(firsts, len(keys))
-        self._span = int(leads.max()) + 2
-        self._places = group * self._span + self._leads
-        return missed
-
-    def next_lead(self, keys: IntColumn, at_least: IntColumn) -> IntColumn:
-        """Return for each key its first lead >= `at_least`, UNKNOWN_TICK where there is none."""
-        if not len(self._names):
-            return np.full(len(keys), UNKNOWN_TICK)
-        group = np.minimum(self._names.searchsorted(keys), len(self._names) - 1)
-        place = self._places.searchsorted(group * self._span + np.clip(at_least, 0, self._span - 1))
-        found = (self._names[group] == keys) & (place < self._firsts[group + 1])
-        return np.where(found, self._leads[np.minimum(place, len(self._leads) - 1)], UNKNOWN_TICK)
-
-
 class Ledger:
     """The account of all pages, and the only place where it changes.
 
@@ -301,8 +156,8 @@ class Ledger:
     def __init__(self, policy: Policy, *, checked: bool = False, keep_story: bool = False) -> None:
         self._policy = policy
         self._checked = checked
-        self._table = _Table()
-        self._bytes_in = np.zeros(_ABSENT + 1, np.int64)
+        self._table = PageTable()
+        self._bytes_in = np.zeros(ABSENT + 1, np.int64)
         self._peak_bytes = 0
         self._counts = np.zeros(len(EventKind), np.int64)
         self._packed_bytes = self._dropped_bytes = self._rebuilt_bytes = 0
@@ -313,7 +168,7 @@ class Ledger:
         self._released_rows = 0
         needs = policy.filter.needs if policy.filter is not None else Column.NOTHING
         self._near = Neighbourhood() if Column.NEIGHBOURHOOD_SECONDS in needs else None
-        self._next_uses = _NextUses() if Column.NEXT_USE in needs else None
+        self._next_uses = NextUses() if Column.NEXT_USE in needs else None
         self._story: list[Events] | None = [] if keep_story else None
 
     @property
@@ -406,7 +261,7 @@ class Ledger:
             self._enter_in_parts(events, actions, budget_bytes)
         else:
             self._enter(events)
-        if self._released_rows > max(_FIRST_CAPACITY, self._table.rows) // 2:
+        if self._released_rows > max(FIRST_CAPACITY, self._table.rows) // 2:
             self._table.forget(Residency.RELEASED)
             self._released_rows = 0
         if pressure:
@@ -559,7 +414,7 @@ class Ledger:
         peak = self.resident_bytes + int(change.cumsum().max())
         self._peak_bytes = max(self._peak_bytes, peak)
         self._bytes_in += (
-            np.bincount(after, bytes_, _ABSENT + 1) - np.bincount(before, bytes_, _ABSENT + 1)
+            np.bincount(after, bytes_, ABSENT + 1) - np.bincount(before, bytes_, ABSENT + 1)
         ).astype(np.int64)
         ends = np.append(begins[1:], True)
         table.residency[row[ends]] = after[ends]
@@ -642,7 +497,7 @@ class Ledger:
 
     def _illegal(self, kind: int, state: int, row: int, batch: Events) -> LedgerError:
         """Return the error for an event that came while its page was in `state`."""
-        was = "not yet packed" if state == _ABSENT else Residency(state).name
+        was = "not yet packed" if state == ABSENT else Residency(state).name
         if _ALLOWED[kind, state]:
             was += " without an admissible recipe"
         what = f"cannot be {EventKind(kind).name} while {was}"
@@ -670,7 +525,7 @@ class Ledger:
         counted = self._counts[EventKind.PACKED] - self._counts[EventKind.RELEASED]
         held = {
             "page ids are not unique and increasing": (page[1:] > page[:-1]).all(),
-            "a page is in no residency": (residency < _ABSENT).all(),
+            "a page is in no residency": (residency < ABSENT).all(),
             "a size or a cost is negative or not finite": (bytes_ >= 0).all()
             and np.isfinite(seconds).all()
             and (seconds >= 0).all(),

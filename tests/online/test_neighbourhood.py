@@ -8,7 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from delta_runtime.decide.neighbourhood import Neighbourhood
+from delta_runtime.online.neighbourhood import Neighbourhood
 
 
 def graph(pages, *edges):

@@ -2,7 +2,7 @@
 
 A `StepGraph` is columns of numbers, so it can be planned for, simulated and stored without torch.
 Times are ticks: one per atomic op, counted from the first op of the step. Covers the record and its
-JSON form; how it is taken is `record`'s concern, what to do about it is `decide`'s.
+JSON form; how it is taken is `record`'s concern, what to do about it is the planners'.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Words = npt.NDArray[np.uint64]
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)

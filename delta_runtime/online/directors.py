@@ -5,52 +5,20 @@ what running ops again would take. It says what is better; a page without a reci
 page that host memory has no room for is dropped, whatever it said.
 
 Not covered: which page goes first (filters.py), and the choice for a step whose graph is known
-(foresight.py), which looks at the whole step instead of at one page.
+(planners/), which looks at the whole step instead of at one page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
 
-from delta_runtime.core.model import Exit, ExitColumn, FloatColumn, IntColumn
-from delta_runtime.decide.filters import Columns
-
-
-@dataclass(frozen=True, slots=True)
-class Links:
-    """What is known of the lanes to the nearest tier at one moment.
-
-    Args:
-        out_bytes_per_s, in_bytes_per_s: speed from the device and to it; 0 where nothing is known.
-        out_queued_bytes, in_queued_bytes: bytes that wait in each lane.
-        tick_s: mean seconds of an op; 0 where nothing is known.
-        store_bytes: most bytes that the tier takes.
-    """
-
-    out_bytes_per_s: float = 0.0
-    in_bytes_per_s: float = 0.0
-    out_queued_bytes: int = 0
-    in_queued_bytes: int = 0
-    tick_s: float = 0.0
-    store_bytes: int = 1 << 62
-
-    def out_s(self, bytes_: FloatColumn | IntColumn) -> FloatColumn:
-        """Seconds in the lane from the device, for each size in bytes."""
-        return _seconds(bytes_, self.out_bytes_per_s)
-
-    def in_s(self, bytes_: FloatColumn | IntColumn) -> FloatColumn:
-        """Seconds in the lane to the device, for each size in bytes."""
-        return _seconds(bytes_, self.in_bytes_per_s)
-
-
-def _seconds(bytes_: FloatColumn | IntColumn, bytes_per_s: float) -> FloatColumn:
-    return np.asarray(bytes_, np.float64) / bytes_per_s if bytes_per_s else np.zeros(len(bytes_))
-
+from delta_runtime.core.events import Exit, ExitColumn
+from delta_runtime.core.transfer import Links
+from delta_runtime.online.filters import Columns
 
 Director: TypeAlias = Callable[[Columns, Links], ExitColumn]
 

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from delta_runtime.core.model import Exit
-from delta_runtime.decide.cover import Cover, recipes_of
-from delta_runtime.decide.director import Links
-from delta_runtime.decide.foresight import Foresight, foresee
-from delta_runtime.decide.lane_times import LaneTimes
+from delta_runtime.core.events import Exit
+from delta_runtime.core.recipes import recipes_of
+from delta_runtime.core.transfer import Links
+from delta_runtime.planners.greedy_drops import Cover
+from delta_runtime.planners.joint_heuristic import Foresight, foresee
+from delta_runtime.planners.transfer_schedule import LaneTimes
 from tests.support.step_graphs import chain
 
 MIB = 1024**2

@@ -11,8 +11,9 @@ import heapq
 
 import numpy as np
 
-from delta_runtime.decide.cover import Mask
-from delta_runtime.decide.rehearsal import Choice, Rehearsal, take_back
+from delta_runtime.core.step_graph import Mask
+from delta_runtime.planners.evaluate import Rehearsal
+from delta_runtime.planners.repair import Choice, take_back
 
 _LEAST_S = 1e-9
 _SMALL = 100  # a value so many times smaller than the largest is swapped only if it must be

@@ -17,9 +17,10 @@ import heapq
 
 import numpy as np
 
-from delta_runtime.core.graph import Floats, Ints, StepGraph
-from delta_runtime.core.model import Bounds
-from delta_runtime.decide.cover import Cover, Mask, recipes_of
+from delta_runtime.core.events import Bounds
+from delta_runtime.core.recipes import recipes_of
+from delta_runtime.core.step_graph import Floats, Ints, Mask, StepGraph
+from delta_runtime.planners.greedy_drops import Cover
 
 _SIZES = 12  # up to which values are kept, that are tried
 _MOST_PLAYS = 200  # of rebuilds, for each of them

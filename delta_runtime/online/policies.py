@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from delta_runtime.core.errors import UsageError
-from delta_runtime.core.model import Residency
-from delta_runtime.decide.director import DIRECTORS, Director
-from delta_runtime.decide.filters import FILTERS, Filter
+from delta_runtime.core.events import Residency
+from delta_runtime.online.directors import DIRECTORS, Director
+from delta_runtime.online.filters import FILTERS, Filter
 
 
 class Stress(enum.Enum):
