@@ -1,4 +1,5 @@
-// With signals.cpp the only file that knows Python: delta_runtime._C.
+// delta_runtime._C. Few other files know Python: util/signals.cpp, util/gil.cpp,
+// observe/data_setter.cpp.
 //
 // Threads and the GIL: every function here is called with the GIL. Rebuilding runs with the GIL
 // released. The pump takes the GIL at an op boundary, with no lock of ours held.

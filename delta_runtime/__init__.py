@@ -53,7 +53,7 @@ _HOME = {
     "RecomputeMismatch": "core.errors",
     "SwapFailed": "core.errors",
     "UsageError": "core.errors",
-    "StepGraph": "core.graph",
+    "StepGraph": "core.step_graph",
     "StepReport": "report.step_report",
     "Runtime": "runtime",
     "disable": "runtime",

@@ -38,13 +38,13 @@ def attach(before: OptimizerHook, after: OptimizerHook) -> None:
     """Call `before` ahead of each step of an optimizer, and `after` behind it, until `detach`. One pair at a time."""
     global _listening
     _listening = (before, after)
+    if any(handle.hooks_dict_ref() is None for handle, _ in _handles):
+        _handles.clear()  # somebody put other tables in place
     if not _handles:
         _handles.append((register_optimizer_step_pre_hook(_before), _before))
         _handles.append((register_optimizer_step_post_hook(_after), _after))
     for handle, hook in _handles:
-        hooks = handle.hooks_dict_ref()
-        if hooks is not None:
-            hooks[handle.id] = hook
+        handle.hooks_dict_ref()[handle.id] = hook
 
 
 def detach(before: OptimizerHook) -> None:

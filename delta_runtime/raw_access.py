@@ -214,9 +214,13 @@ def _plain_tensors(tensor: Any) -> Iterator[torch.Tensor]:
 
 
 def _put_code(function: Any, ours: Any) -> None:
-    """Changes what the function does and not what it is: compiled code and dynamo's tables hold it."""
-    _original_code.append((function, function.__code__, ours.__code__))
-    function.__code__ = ours.__code__
+    """Changes what the function does and not what it is: compiled code and dynamo's tables hold it.
+
+    It goes on to be PyTorch's by its file: dynamo traces what is not.
+    """
+    code = ours.__code__.replace(co_filename=function.__code__.co_filename)
+    _original_code.append((function, function.__code__, code))
+    function.__code__ = code
 
 
 def _wrap_lender(owner: Any, name: str) -> None:

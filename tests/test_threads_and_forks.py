@@ -240,3 +240,51 @@ def test_children_forked_while_threads_write_go_on():
                 thread.join()
         loss.backward()
     runtime.close()
+
+
+REBUILDS = """
+import os, signal, threading, time
+import torch
+import delta_runtime as delta
+
+torch.set_num_threads(1)
+
+def made():
+    w, x = torch.randn(512, 512, requires_grad=True), torch.randn(512, 512)
+    loss = torch.zeros(())
+    for _ in range(6):
+        x = (x @ w).tanh() * 1.01
+        torch.zeros(1).add(1.0)
+        loss = loss + x.mean()
+    torch.zeros(1).add(1.0)
+    return loss
+
+def backward_on_thread(loss):
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    return thread
+
+def new_runtime():
+    return delta.Runtime(policy="stress_drop_all", device="cpu", min_bytes=0)
+
+ended = []
+with new_runtime():
+    for k in range(8):
+        thread = backward_on_thread(made())
+        time.sleep(0.004 * (k % 4 + 1))
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            with new_runtime() as runtime:
+                backward_on_thread(made()).join()
+            os._exit(0 if runtime.report().totals.rebuilds > 0 else 3)
+        ended.append(os.waitpid(child, 0)[1])
+        thread.join()
+print(ended)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_children_forked_while_a_thread_rebuilds_rebuild_too():
+    """Ops are run again on a thread of the runtime's own, which has a lock."""
+    assert python(REBUILDS).stdout == f"{[0] * 8}\n"

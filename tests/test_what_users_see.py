@@ -416,3 +416,9 @@ def test_a_real_out_of_memory_is_still_one():
             torch.ones(MIB)
     assert not isinstance(caught.value, delta.BudgetInfeasible)
     assert logging.getLogger("delta_runtime").handlers == before
+
+
+def test_every_public_name_is_there():
+    for name in delta.__all__:
+        assert getattr(delta, name) is not None
+    assert set(delta._HOME) <= set(delta.__all__)

@@ -49,8 +49,8 @@ bool Session::anchor_recipe(Value& root) {
   // Of each output by itself: another one of the same op may not repeat.
   const auto may_repeat = [&](const Value& v) {
     const OpRecord& op = *v.producer;
-    return op.repeats && distrusted_.count(v.trust_key()) == 0 &&
-           distrusted_.count(v.sequence_key()) == 0 &&
+    return op.repeats && !op.info->is_gone.load(std::memory_order_relaxed) &&
+           distrusted_.count(v.trust_key()) == 0 && distrusted_.count(v.sequence_key()) == 0 &&
            op.info->unrepeatable_return != op.outputs[static_cast<size_t>(v.output)].position &&
            std::all_of(op.kept_versions.begin(), op.kept_versions.end(),
                        [](const Versions& each) { return each.unchanged(); });

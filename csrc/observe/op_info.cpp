@@ -12,6 +12,7 @@
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "rebuild/shortcuts.h"
@@ -372,6 +373,8 @@ class OpTable final {
     return *table;
   }
 
+  void forget_lock() { new (&mutex_) std::mutex(); }
+
   OpInfo* find_or_make(const void* key, const c10::OperatorHandle& handle) {
     for (;;) {
       const uint64_t before = removals.load();
@@ -387,7 +390,12 @@ class OpTable final {
       if (redefined != redefined_.end()) {  // nothing that is known of its namesake holds for it
         made->name_hash = mix(made->name_hash, redefined->second);
       }
-      return infos_.emplace(key, std::move(made)).first->second.get();
+      const auto [place, is_new] = infos_.emplace(key, std::move(made));
+      OpInfo* info = place->second.get();
+      if (is_new && info->with_generator.has_value()) {
+        overloads_.emplace_back(info->with_generator->schema().name().c_str(), key);
+      }
+      return info;
     }
   }
 
@@ -416,6 +424,19 @@ class OpTable final {
 
   void remove(const void* key) {
     std::lock_guard<std::mutex> guard(mutex_);
+    removals.fetch_add(1);
+    retire(key);
+    const auto names_it = [&](const auto& each) { return each.first == key; };
+    for (const auto& each : overloads_) {
+      if (names_it(each)) {
+        retire(each.second);
+      }
+    }
+    overloads_.erase(std::remove_if(overloads_.begin(), overloads_.end(), names_it),
+                     overloads_.end());
+  }
+
+  void retire(const void* key) {
     const auto it = infos_.find(key);
     if (it == infos_.end()) {
       return;
@@ -424,13 +445,14 @@ class OpTable final {
     ++redefined_[it->second->name];
     gone_.push_back(std::move(it->second));
     infos_.erase(it);
-    removals.fetch_add(1);
   }
 
   std::mutex mutex_;
   ska::flat_hash_map<const void*, std::unique_ptr<OpInfo>> infos_;
   std::vector<std::unique_ptr<OpInfo>> gone_;  // records may name them
   std::unordered_map<std::string, uint64_t> redefined_;
+  std::vector<std::pair<const void*, const void*>>
+      overloads_;  // the keys of another op that an op names, and its own
 };
 
 }  // namespace
@@ -465,6 +487,8 @@ OpInfo* op_info(const at::RecordFunction& fn) {
   latest = {key, table.find_or_make(key, *handle)};
   return latest.info;
 }
+
+void forget_op_table_lock() { OpTable::instance().forget_lock(); }
 
 void check_is_defined(const OpInfo& info) {
   if (info.is_gone.load()) {

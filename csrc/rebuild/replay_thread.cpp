@@ -8,6 +8,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <thread>
 
 #include "rebuild/numeric_context.h"
@@ -87,7 +88,14 @@ class ReplayThread {
   bool ended_ = false;
 };
 
+std::mutex& replay_mutex() {
+  static auto* mutex = new std::mutex();
+  return *mutex;
+}
+
 }  // namespace
+
+void forget_replay_lock() { new (&replay_mutex()) std::mutex(); }
 
 uint32_t thread_serial() {
   static std::atomic<uint32_t> next{1};
@@ -99,10 +107,9 @@ uint32_t thread_serial() {
 }
 
 void run_on_replay_thread(int32_t threads, const std::function<void()>& work) {
-  static std::mutex mutex;
   static ReplayThread* thread = nullptr;  // lives as long as the process
   const WithoutGil no_gil;                // the work may need it
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(replay_mutex());
   if (thread != nullptr && thread->pid() != getpid()) {
     thread = nullptr;  // it stayed in the parent
   }

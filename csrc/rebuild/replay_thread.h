@@ -12,6 +12,7 @@ uint32_t thread_serial();
 
 // Runs `work` on our thread, which computes with `threads` threads, and waits for its end. What it
 // throws is thrown here.
+void forget_replay_lock();  // in a forked child
 void run_on_replay_thread(int32_t threads, const std::function<void()>& work);
 
 }  // namespace delta

@@ -32,13 +32,14 @@ bool same_bits(const at::Tensor& a, const at::Tensor& b) {
          std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }
 
+std::mutex verdicts_mutex;
+
 // A verdict per kind of call, found once in a process.
 template <class Find>
 bool once_for(uint64_t kind, const Find& find) {
-  static std::mutex mutex;
   static std::unordered_map<uint64_t, bool> verdicts;
   {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard<std::mutex> lock(verdicts_mutex);
     const auto known = verdicts.find(kind);
     if (known != verdicts.end()) {
       return known->second;
@@ -53,7 +54,7 @@ bool once_for(uint64_t kind, const Find& find) {
     return false;
   } catch (const std::exception&) {
   }
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(verdicts_mutex);
   return verdicts.emplace(kind, verdict).first->second;
 }
 
@@ -311,6 +312,8 @@ constexpr Shortcut kBatchNorm{{1, 2}, batch_norm_applies, batch_norm_proven, bat
 constexpr Shortcut kBernoulli{{-1, -1}, bernoulli_applies, bernoulli_proven, bernoulli};
 
 }  // namespace
+
+void forget_shortcuts_lock() { new (&verdicts_mutex) std::mutex(); }
 
 const Shortcut* find_shortcut(const std::string& op_name) {
   if (op_name == "aten::native_batch_norm") {

@@ -32,6 +32,7 @@ struct Shortcut {
 };
 
 // On the CPU. nullptr: there is none.
+void forget_shortcuts_lock();  // in a forked child
 const Shortcut* find_shortcut(const std::string& op_name);
 
 }  // namespace delta

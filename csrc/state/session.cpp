@@ -9,6 +9,8 @@
 
 #include "observe/observer.h"
 #include "pool/cpu_pool.h"
+#include "rebuild/replay_thread.h"
+#include "rebuild/shortcuts.h"
 #include "rebuild/vector_math.h"
 #include "state/session.h"
 #include "tiers/stream_lane.h"
@@ -42,8 +44,10 @@ int64_t rescue(int64_t bytes) {
   if (thread_trash().locked) {
     return 0;
   }
+  const InsideAllocation inside;
   auto session = entered_session();
-  return session ? session->make_room(bytes, /*inside_allocation=*/true) : 0;
+  return session && session->can_be_locked() ? session->make_room(bytes, /*inside_allocation=*/true)
+                                             : 0;
 }
 
 // A source: a value that no recorded op made.
@@ -174,6 +178,9 @@ void forget_locks() {
   auto& watch = the_watch();
   new (&watch.mutex) std::mutex();
   new (&g_entered_mutex) std::mutex();
+  forget_replay_lock();
+  forget_op_table_lock();
+  forget_shortcuts_lock();
   for (const auto& session : watch.sessions) {  // the one that is entered is among them
     session->mutex_.unlock();
   }
@@ -233,6 +240,41 @@ void Session::forget_log() {
 }
 
 // ---------------------------------------------------------------- pages
+
+bool SpinLock::try_lock_for(std::chrono::microseconds patience) {
+  const auto until = std::chrono::steady_clock::now() + patience;
+  while (held_.exchange(true, std::memory_order_acquire)) {
+    while (held_.load(std::memory_order_relaxed)) {
+      if (std::chrono::steady_clock::now() >= until) {
+        return false;
+      }
+      std::this_thread::yield();
+    }
+  }
+  return true;
+}
+
+void SpinLock::wait_to_lock() {
+  while (!try_lock_for(gil_patience())) {
+    const WithoutGil no_gil;
+    while (held_.load(std::memory_order_relaxed)) {
+      std::this_thread::yield();  // an eviction may take a while
+    }
+  }
+}
+
+// Whether a thread that is inside of an allocation can have the lock without letting the GIL go, if
+// it has that.
+bool Session::can_be_locked() {
+  if (!holds_gil()) {
+    return true;
+  }
+  if (!mutex_.try_lock_for(gil_patience())) {
+    return false;
+  }
+  mutex_.unlock();
+  return true;
+}
 
 void Session::Guard::lock() {
   session_.mutex_.lock();

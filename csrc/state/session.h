@@ -320,16 +320,16 @@ inline ThreadState& thread_state() { return per_thread<ThreadState>(); }
 class SpinLock {
  public:
   void lock() {
-    while (held_.exchange(true, std::memory_order_acquire)) {
-      const WithoutGil no_gil;
-      while (held_.load(std::memory_order_relaxed)) {
-        std::this_thread::yield();  // an eviction may take a while
-      }
+    if (held_.exchange(true, std::memory_order_acquire)) {
+      wait_to_lock();
     }
   }
+  bool try_lock_for(std::chrono::microseconds patience);
   void unlock() { held_.store(false, std::memory_order_release); }
 
  private:
+  void wait_to_lock();
+
   std::atomic<bool> held_{false};
 };
 
@@ -377,6 +377,7 @@ struct Session : c10::intrusive_ptr_target {
   void mark_written(const at::Tensor& t);
   void prepare_write(const at::Tensor& t);
   void before_raw_access(const c10::Storage& storage, bool writes, int64_t loan);
+  bool can_be_locked();
   void take_back(const std::vector<int64_t>& loans);  // their arrays are gone
   void forget_past();
   void watch_threads();  // from now on, until nothing is saved any more and the session is left

@@ -3,9 +3,23 @@
 #include "util/gil.h"
 
 namespace delta {
+namespace {
+
+constexpr std::chrono::microseconds kPatience{200};
+constexpr std::chrono::microseconds kPatienceInside{50'000};
+thread_local bool inside_allocation = false;
+
+}  // namespace
+
+bool holds_gil() { return Py_IsInitialized() != 0 && PyGILState_Check() != 0; }
+
+std::chrono::microseconds gil_patience() { return inside_allocation ? kPatienceInside : kPatience; }
+
+InsideAllocation::InsideAllocation() : before_(inside_allocation) { inside_allocation = true; }
+InsideAllocation::~InsideAllocation() { inside_allocation = before_; }
 
 WithoutGil::WithoutGil() {
-  if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
+  if (holds_gil()) {
     state_ = PyEval_SaveThread();
   }
 }

@@ -3,13 +3,34 @@
 // Note: the GIL and other locks
 //  A tensor or a storage that only Python holds has its Python object's count raised by whoever
 //  locks a weak pointer to it or copies a pointer to it, and lowered when that is let go of: under
-//  the GIL. So whoever holds a lock of ours may come to wait for the GIL, and nobody waits for such
-//  a lock while holding the GIL.
+//  the GIL. So whoever holds a lock of ours may come to wait for the GIL, and nobody waits long for
+//  such a lock while holding the GIL.
+//  Inside of an allocation the caller may hold a lock of PyTorch's for which another thread waits
+//  with the GIL. There the GIL is kept for as long as an honest wait can take.
 #pragma once
+
+#include <chrono>
 
 struct _ts;  // Python's PyThreadState
 
 namespace delta {
+
+bool holds_gil();
+
+// How long a thread waits for a lock of ours before it lets the GIL go.
+std::chrono::microseconds gil_patience();
+
+// While it lives, this thread is inside of an allocation.
+class InsideAllocation {
+ public:
+  InsideAllocation();
+  ~InsideAllocation();
+  InsideAllocation(const InsideAllocation&) = delete;
+  InsideAllocation& operator=(const InsideAllocation&) = delete;
+
+ private:
+  bool before_;
+};
 
 // Lets other threads have the GIL while it lives, if this thread has it.
 class WithoutGil {

@@ -1,5 +1,4 @@
-// Python's signals, and what their handlers raise. With bindings.cpp the only file that knows
-// Python.
+// Python's signals, and what their handlers raise.
 //
 // Note: an interrupt always arrives
 //  1. Python runs signal handlers on the main thread, between any two bytecodes: of the runtime's

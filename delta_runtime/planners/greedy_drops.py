@@ -3,7 +3,7 @@
 Dropping a saved value covers its bytes from after its last use in forward until it is needed again: at
 its own first unpack, or earlier when a dropped value downstream is rebuilt from it. It costs the
 seconds of the op that made it and of the unsaved ops in between. What rebuilding holds for a moment
-is not counted here: that is `rehearsal`'s concern.
+is not counted here: that is `evaluate`'s concern.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 At each op of the recorded step, `ordinary + watermark - budget` bytes have to be away. Stages:
 
-1. `cover`: a lazy greedy choice, least seconds per byte and op covered;
-2. `rehearsal`: the choice is played, what still does not fit is mended move by move, and what turned
+1. `greedy_drops`: a lazy greedy choice, least seconds per byte and op covered;
+2. `evaluate` and `repair`: the choice is played, what still does not fit is mended move by move, and what turned
    out not to be needed is taken back;
 3. here: single values are ruled out, and stages 1 and 2 run again without them. The greedy choice
    likes to drop every value of a chain, because each looks cheap by itself; keeping one in the
    middle makes all that follow it cheaper to rebuild;
-4. where there are lanes, `exchange`: what costs the most to rebuild is swapped instead, as long as
+4. where there are lanes, `swap_search`: what costs the most to rebuild is swapped instead, as long as
    the lanes have time for it. Without drops, what was saved first is swapped first; where the lanes
    carry all that in time, that is the plan with drops too.
 

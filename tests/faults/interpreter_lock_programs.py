@@ -20,7 +20,7 @@ from delta_runtime import cpu_pool
 from tests.faults.harness import boundary
 
 N = 64
-SECONDS = 3.0
+SECONDS = 4.0
 
 
 def lends_arrays(ended: Callable[[], bool]) -> None:
@@ -44,7 +44,16 @@ def lets_go_of_graphs(ended: Callable[[], bool]) -> None:
         del kept
 
 
-OTHERS = {f.__name__: f for f in (lends_arrays, saves_tensors, lets_go_of_graphs)}
+def reads_generators(ended: Callable[[], bool]) -> None:
+    """Allocates while it has Python's lock and that of a generator, which another thread waits for with Python's."""
+    kept = []
+    while not ended():
+        kept.append(torch.get_rng_state())
+        if len(kept) > 200:
+            kept.clear()
+
+
+OTHERS = {f.__name__: f for f in (lends_arrays, saves_tensors, lets_go_of_graphs, reads_generators)}
 
 
 def step(w: Tensor) -> None:
@@ -64,6 +73,16 @@ def step(w: Tensor) -> None:
     loss.backward()
 
 
+def long_step() -> None:
+    w = torch.randn(128, 128, requires_grad=True)
+    x = torch.randn(128, 128)
+    loss = torch.zeros(())
+    for _ in range(60):
+        x = (x * w).sin()
+        loss = loss + x.sum()
+    loss.backward()
+
+
 def main() -> None:
     other = OTHERS[sys.argv[1]]
     cpu_pool.install()
@@ -71,16 +90,22 @@ def main() -> None:
     sys.setswitchinterval(1e-5)
     w = torch.randn(N, N, requires_grad=True)
     end = threading.Event()
-    thread = threading.Thread(target=other, args=(end.is_set,), daemon=True)
-    runtime = delta.Runtime(policy="stress_drop_all", device="cpu", min_bytes=0)
+    threads = [threading.Thread(target=other, args=(end.is_set,), daemon=True) for _ in range(2)]
+    if other is reads_generators:  # allocations have to ask for room
+        budget_bytes = cpu_pool.allocated_bytes() + 3_000_000
+        runtime = delta.Runtime(budget_bytes, policy="recompute", device="cpu", min_bytes=0)
+    else:
+        runtime = delta.Runtime(policy="stress_drop_all", device="cpu", min_bytes=0)
     steps, until = 0, time.monotonic() + SECONDS
-    thread.start()
+    for thread in threads:
+        thread.start()
     while time.monotonic() < until:
         with runtime.step():
-            step(w)
+            long_step() if other is reads_generators else step(w)
         steps += 1
     end.set()
-    thread.join()
+    for thread in threads:
+        thread.join()
     print(steps)
 
 

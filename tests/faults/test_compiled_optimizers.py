@@ -115,3 +115,24 @@ def test_what_compiled_code_and_dynamo_hold_of_pytorch_stays_what_it_is() -> Non
             public(3)
     runtime.close()
     assert public.__code__ is code
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_dynamo_does_not_trace_what_counts_a_write(backend: str) -> None:
+    """Where dynamo gives a frame up it goes on with what that calls, and a count that it traces is lost."""
+
+    @torch.compile(backend=backend)
+    def counts(x: Tensor) -> None:
+        for _ in range(1):
+            print(end="")  # a graph break in a loop
+            torch.autograd.graph.increment_version(x)
+
+    with delta.Runtime("100%", device="cpu") as runtime:
+        for _ in range(3):
+            x, w = torch.ones(64), torch.ones(64, requires_grad=True)
+            y = (x * w).sum()
+            counts(x)
+            assert x._version == 1
+            with pytest.raises(RuntimeError):
+                y.backward()
+    runtime.close()

@@ -134,3 +134,67 @@ def test_an_op_that_is_not_there_in_backward(ends: str) -> None:
         return step
 
     check(program, "drop_all", steps=7, may_be_loud=True)
+
+
+def test_an_op_whose_library_ends_behind_forward_is_kept() -> None:
+    """Nothing of it has gone yet: what cannot be recomputed any more is not dropped."""
+
+    def program() -> Step:
+        w = leaf(N, N)
+        tables = sources(7, N, N)
+
+        def step(k: int) -> list[Tensor]:
+            if Cell.library is None:
+                Cell.define("op(Tensor x) -> Tensor", torch.sin)
+            w.grad = None
+            y = torch.ops.redefined.op(tables[k])
+            product = y * w
+            if k == 4:
+                Cell.clear()  # y is still held
+            loss = product.square().mean()
+            del y
+            boundary()
+            loss.backward()
+            return [loss.detach(), *taken(w)]
+
+        return step
+
+    check(program, "drop_all", steps=7)
+
+
+def test_the_overload_that_takes_a_generator_is_gone() -> None:
+    """A replay calls it instead of the op that ran."""
+    tags = (torch.Tag.nondeterministic_seeded,)
+    main = torch.library.Library("redefined_random", "DEF")
+    main.define("op(Tensor x) -> Tensor", tags=tags)
+    main.impl("op", lambda x: x + torch.rand(x.shape), "CPU")
+    overloads: list[torch.library.Library] = []
+
+    def program() -> Step:
+        while overloads:
+            overloads.pop()._destroy()
+        overloads.append(torch.library.Library("redefined_random", "FRAGMENT"))
+        overloads[0].define("op.generator(Tensor x, *, Generator? generator) -> Tensor", tags=tags)
+        overloads[0].impl(
+            "op.generator",
+            lambda x, *, generator=None: x + torch.rand(x.shape, generator=generator),
+            "CPU",
+        )
+        w = leaf(N, N)
+        tables = sources(7, N, N)
+
+        def step(k: int) -> list[Tensor]:
+            w.grad = None
+            made = [torch.ops.redefined_random.op(tables[k] + i) for i in range(4)]
+            loss = sum(((y * w).tanh().square().mean() for y in made), torch.zeros(()))
+            made.clear()
+            boundary()
+            if k == 4:
+                overloads.pop()._destroy()
+            loss.backward()
+            return [loss.detach(), *taken(w)]
+
+        return step
+
+    check(program, "drop_all", steps=7, may_be_loud=True, may_be_kept=True)
+    main._destroy()
