@@ -1,5 +1,4 @@
-// delta_runtime._C. Few other files know Python: util/signals.cpp, util/gil.cpp,
-// observe/data_setter.cpp.
+// delta_runtime._C, as Python sees it.
 //
 // Threads and the GIL: every function here is called with the GIL. Rebuilding runs with the GIL
 // released. The pump takes the GIL at an op boundary, with no lock of ours held.
@@ -20,6 +19,7 @@
 #include "tiers/spill_file.h"
 #include "tiers/stream_lane.h"
 #include "util/errors.h"
+#include "util/plain_frames.h"
 #include "util/python_random.h"
 #include "util/signals.h"
 
@@ -263,6 +263,7 @@ std::function<void(int64_t)> callback_of(py::object callable) {
     py::gil_scoped_acquire gil;
     py::error_scope pending;  // an error may be pending when an op runs inside a destructor
     Shield shield;
+    PlainFrames plain;
     try {
       (*holder)(argument);
     } catch (py::error_already_set& e) {
@@ -296,6 +297,7 @@ std::function<bool(void*, int64_t)> pinning_of(py::object callable) {
     py::gil_scoped_acquire gil;
     py::error_scope pending;
     Shield shield;
+    PlainFrames plain;
     try {
       return (*holder)(reinterpret_cast<uintptr_t>(begin), bytes).cast<bool>();
     } catch (py::error_already_set& e) {
@@ -614,12 +616,14 @@ PYBIND11_MODULE(_C, m) {
         hooks.save = [saver]() -> std::shared_ptr<void> {
           py::gil_scoped_acquire gil;
           py::error_scope pending;
+          delta::PlainFrames plain;
           delta::Shield shield;
           return delta::shared((*saver)());
         };
         hooks.restore = [restorer](const std::shared_ptr<void>& state) {
           py::gil_scoped_acquire gil;
           py::error_scope pending;
+          delta::PlainFrames plain;
           delta::Shield shield;  // what a handler raises would end this half-way
           try {
             (*restorer)(*std::static_pointer_cast<py::object>(state));

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -41,8 +39,6 @@ _COLLECTIVES = (
     *("send", "recv", "recv_anysource"),
 )
 """Of a backend, called past `torch.distributed`: no op tells of them. All tensors count as written."""
-_COMPILED_CODE = os.path.join("torch", "_functorch", "_aot_autograd", "")
-"""Where the wrapper around a compiled function is, or says that it is."""
 _STORAGE_WRITERS = ("fill_", "copy_", "byteswap", "resize_", "__setitem__", "_set_from_file")
 
 
@@ -180,28 +176,30 @@ def _wrap_collective(owner: Any, name: str) -> None:
 
 
 def _increment_version(tensor: Any) -> None:
-    """The body of `torch.autograd.graph.increment_version` while sessions listen, told of what it is given first."""
-    from delta_runtime import raw_access
+    """The body of `torch.autograd.graph.increment_version` while sessions listen. It runs among the names of PyTorch.
+
+    The wrapper of a compiled function counts the writes to its inputs before it makes them. What anybody else counts
+    has been written, and is found by its version.
+    """
+    import sys
 
     if isinstance(tensor, torch.Tensor):
         tensor = (tensor,)
-    torch._C._increment_version(raw_access.before_count(tensor))
+    caller = sys._getframe().f_back
+    if caller is not None and "/torch/_functorch/_aot_autograd/" in caller.f_code.co_filename:
+        from delta_runtime.raw_access import about_to_be_written
+
+        tensor = about_to_be_written(tensor)
+    torch._C._increment_version(tensor)
 
 
-def before_count(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
-    """Tells of the inputs that a compiled function is about to write to: it counts its writes before it makes them.
-
-    What anybody else counts has been written, and is found by its version.
-    """
-    counting = sys._getframe(1)  # increment_version
-    caller = counting.f_back
-    if caller is None or _COMPILED_CODE not in caller.f_code.co_filename:
-        return tensors
-    tensors = tuple(tensors)
-    for tensor in tensors:
+def about_to_be_written(tensors: Iterable[Any]) -> tuple[Any, ...]:
+    """Tells of all that compiled code is about to write to, and returns it."""
+    told = tuple(tensors)
+    for tensor in told:
         for plain in _plain_tensors(tensor):
             _tell(plain, writes=True)
-    return tensors
+    return told
 
 
 def _plain_tensors(tensor: Any) -> Iterator[torch.Tensor]:

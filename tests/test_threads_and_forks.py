@@ -284,7 +284,6 @@ print(ended)
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_children_forked_while_a_thread_rebuilds_rebuild_too():
     """Ops are run again on a thread of the runtime's own, which has a lock."""
     assert python(REBUILDS).stdout == f"{[0] * 8}\n"

@@ -45,6 +45,10 @@ bool Session::anchor_recipe(Value& root) {
   if (!root.producer) {
     return false;
   }
+  if (const uint64_t now = op_removals(); now != op_removals_) {
+    op_removals_ = now;
+    ++anchor_epoch_;  // what was checked may need an op that is gone
+  }
   const auto is_anchored = [&](const OpRecord& op) { return op.anchored_in == anchor_epoch_; };
   // Of each output by itself: another one of the same op may not repeat.
   const auto may_repeat = [&](const Value& v) {
@@ -273,7 +277,12 @@ int64_t Session::distance_of(Page& page) const {
 // What is clean, and what may be dropped, goes in the order of the scores. Pages that have yet to
 // be copied come last: that is a wait, and without the lock.
 int64_t Session::make_room(int64_t bytes, bool inside_allocation) {
-  Guard guard(*this);
+  Guard guard(*this, std::defer_lock);
+  if (!inside_allocation) {
+    guard.lock();
+  } else if (!guard.lock_with_gil()) {  // see gil.h
+    return 0;
+  }
   begin_evictions();
   const int64_t before = live_bytes();
   int64_t freed = 0;

@@ -12,7 +12,6 @@
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
-#include <utility>
 #include <vector>
 
 #include "rebuild/shortcuts.h"
@@ -393,13 +392,19 @@ class OpTable final {
       const auto [place, is_new] = infos_.emplace(key, std::move(made));
       OpInfo* info = place->second.get();
       if (is_new && info->with_generator.has_value()) {
-        overloads_.emplace_back(info->with_generator->schema().name().c_str(), key);
+        overloads_.push_back({info->with_generator->schema().name().c_str(), key});
       }
       return info;
     }
   }
 
  private:
+  // An op that is called instead of another one.
+  struct Overload {
+    const void* key;
+    const void* of;
+  };
+
   // The dispatcher tells of what is defined no more, under its own mutex.
   class Listener final : public c10::OpRegistrationListener {
    public:
@@ -426,10 +431,10 @@ class OpTable final {
     std::lock_guard<std::mutex> guard(mutex_);
     removals.fetch_add(1);
     retire(key);
-    const auto names_it = [&](const auto& each) { return each.first == key; };
+    const auto names_it = [&](const Overload& each) { return each.key == key; };
     for (const auto& each : overloads_) {
       if (names_it(each)) {
-        retire(each.second);
+        retire(each.of);
       }
     }
     overloads_.erase(std::remove_if(overloads_.begin(), overloads_.end(), names_it),
@@ -451,8 +456,7 @@ class OpTable final {
   ska::flat_hash_map<const void*, std::unique_ptr<OpInfo>> infos_;
   std::vector<std::unique_ptr<OpInfo>> gone_;  // records may name them
   std::unordered_map<std::string, uint64_t> redefined_;
-  std::vector<std::pair<const void*, const void*>>
-      overloads_;  // the keys of another op that an op names, and its own
+  std::vector<Overload> overloads_;
 };
 
 }  // namespace
@@ -487,6 +491,8 @@ OpInfo* op_info(const at::RecordFunction& fn) {
   latest = {key, table.find_or_make(key, *handle)};
   return latest.info;
 }
+
+uint64_t op_removals() { return OpTable::instance().removals.load(); }
 
 void forget_op_table_lock() { OpTable::instance().forget_lock(); }
 

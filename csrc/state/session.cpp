@@ -46,8 +46,7 @@ int64_t rescue(int64_t bytes) {
   }
   const InsideAllocation inside;
   auto session = entered_session();
-  return session && session->can_be_locked() ? session->make_room(bytes, /*inside_allocation=*/true)
-                                             : 0;
+  return session ? session->make_room(bytes, /*inside_allocation=*/true) : 0;
 }
 
 // A source: a value that no recorded op made.
@@ -263,23 +262,20 @@ void SpinLock::wait_to_lock() {
   }
 }
 
-// Whether a thread that is inside of an allocation can have the lock without letting the GIL go, if
-// it has that.
-bool Session::can_be_locked() {
-  if (!holds_gil()) {
-    return true;
-  }
-  if (!mutex_.try_lock_for(gil_patience())) {
-    return false;
-  }
-  mutex_.unlock();
-  return true;
-}
-
 void Session::Guard::lock() {
   session_.mutex_.lock();
   thread_trash().locked = true;
   held_ = true;
+}
+
+bool Session::Guard::lock_with_gil() {
+  if (!holds_gil()) {
+    lock();
+  } else if (session_.mutex_.try_lock_for(gil_patience())) {
+    thread_trash().locked = true;
+    held_ = true;
+  }
+  return held_;
 }
 
 void Session::Guard::unlock() {

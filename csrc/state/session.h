@@ -19,6 +19,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <set>
 #include <string>
@@ -377,7 +378,6 @@ struct Session : c10::intrusive_ptr_target {
   void mark_written(const at::Tensor& t);
   void prepare_write(const at::Tensor& t);
   void before_raw_access(const c10::Storage& storage, bool writes, int64_t loan);
-  bool can_be_locked();
   void take_back(const std::vector<int64_t>& loans);  // their arrays are gone
   void forget_past();
   void watch_threads();  // from now on, until nothing is saved any more and the session is left
@@ -496,6 +496,7 @@ struct Session : c10::intrusive_ptr_target {
   class Guard {
    public:
     explicit Guard(Session& s) : session_(s) { lock(); }
+    Guard(Session& s, std::defer_lock_t) : session_(s) {}
     ~Guard() {
       if (held_) {
         unlock();
@@ -504,7 +505,8 @@ struct Session : c10::intrusive_ptr_target {
     Guard(const Guard&) = delete;
     Guard& operator=(const Guard&) = delete;
     void lock();
-    void unlock();  // and lets the trash die
+    bool lock_with_gil();  // never lets the GIL go; false: somebody has had the lock for long
+    void unlock();         // and lets the trash die
 
    private:
     Session& session_;
@@ -604,6 +606,7 @@ struct Session : c10::intrusive_ptr_target {
   uint64_t walk_ = 0;
   bool has_anchors_ = false;   // of values that some page holds now
   uint32_t anchor_epoch_ = 1;  // moves on when an anchored source turns out to be overwritten
+  uint64_t op_removals_ = 0;   // that the epoch knows of
   Phase phase_ = Phase::Forward;
   bool graph_gone_ =
       false;               // a backward of this step let its graph go: that step is over behind it

@@ -9,6 +9,8 @@
 #include <deque>
 #include <optional>
 
+#include "util/plain_frames.h"
+
 namespace delta {
 namespace {
 
@@ -288,6 +290,7 @@ void shielded_dealloc(PyObject* self) {
 
 PyObject* shielded_call(PyObject* self, PyObject* args, PyObject* kwargs) {
   Shield shield;
+  PlainFrames plain;
   return PyObject_Call(reinterpret_cast<Shielded*>(self)->function, args, kwargs);
 }
 
@@ -340,6 +343,7 @@ PyMethodDef g_methods[] = {
 }  // namespace
 
 bool bind_signals(PyObject* module) {
+  bind_plain_frames();
   static PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(shielded_new)},
                                 {Py_tp_dealloc, reinterpret_cast<void*>(shielded_dealloc)},
                                 {Py_tp_call, reinterpret_cast<void*>(shielded_call)},

@@ -1,15 +1,13 @@
 // Python's signals, and what their handlers raise.
 //
 // Note: an interrupt always arrives
-//  1. Python runs signal handlers on the main thread, between any two bytecodes: of the runtime's
-//  own
-//     Python code too. While a Shield lives there, signals that have a handler in Python are held
-//     back, and given to Python when it ends: the handler then runs in the program's code, as if
-//     the signal had come a moment later.
+//  1. Python runs signal handlers on the main thread, between any two bytecodes: of our own Python
+//     code too. While a Shield lives there, signals that have a handler in Python are held back,
+//     and given to Python when it ends: the handler then runs in the program's code, as if the
+//     signal had come a moment later.
 //  2. What is raised in our code all the same (by a handler of a signal that came just before, or
-//  by
-//     what another thread sent), and cannot go through our caller (a callback of an op), is kept,
-//     and raised by a pending call as soon as Python code of the program runs again.
+//     because another thread asked for it), and cannot go through our caller (a callback of an op),
+//     is kept, and raised by a pending call as soon as Python code of the program runs again.
 //  3. What takes long ends early: planning asks whether a SIGINT or a SIGTERM waits and gives up,
 //     rebuilding and waiting for a lane on behalf of an unpack let handlers run now and then.
 //     Handlers never run in the midst of planning: numpy, for one, swallows what is raised while it

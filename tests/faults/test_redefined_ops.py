@@ -136,8 +136,9 @@ def test_an_op_that_is_not_there_in_backward(ends: str) -> None:
     check(program, "drop_all", steps=7, may_be_loud=True)
 
 
-def test_an_op_whose_library_ends_behind_forward_is_kept() -> None:
-    """Nothing of it has gone yet: what cannot be recomputed any more is not dropped."""
+@pytest.mark.parametrize("place", ["what it made", "what was made of that"])
+def test_an_op_whose_library_ends_behind_forward_is_kept(place: str) -> None:
+    """Nothing of it has gone since: what cannot be recomputed any more is not dropped."""
 
     def program() -> Step:
         w = leaf(N, N)
@@ -148,6 +149,14 @@ def test_an_op_whose_library_ends_behind_forward_is_kept() -> None:
                 Cell.define("op(Tensor x) -> Tensor", torch.sin)
             w.grad = None
             y = torch.ops.redefined.op(tables[k])
+            if place == "what was made of that":
+                # Of two values with one recipe the first goes while the op is there.
+                middle = y + 1.0
+                first, y = middle * 2.0, middle * 3.0
+                del middle
+                product = first * w
+                del first
+                boundary()
             product = y * w
             if k == 4:
                 Cell.clear()  # y is still held

@@ -1,7 +1,8 @@
-"""Optimizers whose steps are compiled: traced without us, seen by what they write, compiled as often as without us."""
+"""torch.compile beside a runtime: compiled optimizers, and what dynamo traces. Compiled writes: test_versions.py."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -115,6 +116,36 @@ def test_what_compiled_code_and_dynamo_hold_of_pytorch_stays_what_it_is() -> Non
             public(3)
     runtime.close()
     assert public.__code__ is code
+
+
+@pytest.mark.parametrize("policy", ["dtr", "auto"])
+def test_dynamo_leaves_the_policy_alone(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step that it gives up, an op that needs room asks Python whom to evict."""
+    told: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda fault: told.append(str(fault.exc_value)))
+    cpu_pool.install()
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    @torch.compile(backend="eager")
+    def step(x: Tensor) -> None:
+        for _ in range(1):
+            print(end="")  # a graph break in a loop
+            optimizer.zero_grad()
+            for layer in net:
+                x = layer(x).sin()
+                print(end="")
+            x.square().mean().backward()
+            optimizer.step()
+
+    budget_bytes = cpu_pool.allocated_bytes() + 6_000_000
+    with delta.Runtime(budget_bytes, device="cpu", policy=policy, min_bytes=0) as runtime:
+        for _ in range(4):
+            step(torch.ones(512, 256))
+    assert runtime.report().totals.drops > 0
+    assert told == []
+    runtime.close()
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
