@@ -152,9 +152,6 @@ bool Session::anchor_recipe(Value& root) {
   if (root.mark_state != 2) {
     return false;
   }
-  for (auto* op : ops) {
-    op->anchored_in = anchor_epoch_;
-  }
   has_anchors_ |= !leaves.empty();
   for (auto* leaf : leaves) {
     if (leaf->anchor) {
@@ -162,12 +159,17 @@ bool Session::anchor_recipe(Value& root) {
     }
     if (leaf->home->strong) {
       leaf->set_anchor(leaf->home->strong);
-    } else if (auto storage = leaf->home->weak.lock()) {
+    } else if (auto storage = lock(leaf->home->weak)) {
       leaf->set_anchor(c10::Storage(std::move(storage)));
+    } else {
+      return false;  // let go of meanwhile, by another thread
     }
     if (!leaf->versions.known()) {
       leaf->versions = leaf->home->versions;
     }
+  }
+  for (auto* op : ops) {
+    op->anchored_in = anchor_epoch_;
   }
   return true;
 }
@@ -193,7 +195,7 @@ bool Session::can_be_leaf(const Value& v) const {
   }
   c10::Storage storage = home.strong;
   if (!storage) {
-    auto alive = home.weak.lock();
+    auto alive = lock(home.weak);
     if (!alive) {
       return false;
     }

@@ -908,7 +908,7 @@ void Session::take_written(OpenOp& open, bool unknown) {
       continue;
     }
     Page& page = *w.page;
-    auto storage = page.weak.lock();
+    auto storage = lock(page.weak);
     if (!storage) {
       continue;
     }

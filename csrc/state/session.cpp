@@ -456,7 +456,7 @@ void Session::link_if_aliases(Page& page, Page& other) {
   if (&page == &other || !other.lies_over(page.data, page.bytes)) {
     return;
   }
-  auto alive = other.weak.lock();
+  auto alive = lock(other.weak);
   if (!alive) {
     return;
   }
@@ -878,7 +878,7 @@ c10::Storage Session::storage_to_copy(const Value& value) {
   }
   has_anchors_ = true;
   TORCH_CHECK(value.home != nullptr, "delta_runtime: the source is gone");
-  auto alive = value.home->weak.lock();
+  auto alive = lock(value.home->weak);
   TORCH_CHECK(alive, "delta_runtime: the source's memory is gone");
   return c10::Storage(std::move(alive));
 }
@@ -909,7 +909,7 @@ c10::Storage Session::storage_there(const Value& v) const {
   }
   c10::Storage storage = v.home->strong;
   if (!storage) {
-    auto alive = v.home->weak.lock();
+    auto alive = lock(v.home->weak);
     storage = alive ? c10::Storage(std::move(alive)) : c10::Storage();
   }
   if (storage && (was_moved(*v.home, *storage.unsafeGetStorageImpl()) ||

@@ -6,8 +6,12 @@
 //  the GIL. So whoever holds a lock of ours may come to wait for the GIL, and nobody waits long for
 //  such a lock while holding the GIL.
 //  Inside of an allocation the caller may hold a lock of PyTorch's for which another thread waits
-//  with the GIL. There the GIL is kept for as long as an honest wait can take.
+//  with the GIL. There the GIL is kept for as long as an honest wait can take, and nobody asks for
+//  it: a storage that only Python holds is left alone.
 #pragma once
+
+#include <c10/core/StorageImpl.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
 
@@ -31,6 +35,10 @@ class InsideAllocation {
  private:
   bool before_;
 };
+
+// The storage, if it is there still. Inside of an allocation nothing, either, where only Python
+// holds it.
+c10::intrusive_ptr<c10::StorageImpl> lock(const c10::weak_intrusive_ptr<c10::StorageImpl>& weak);
 
 // Lets other threads have the GIL while it lives, if this thread has it.
 class WithoutGil {
