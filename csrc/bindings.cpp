@@ -616,15 +616,15 @@ PYBIND11_MODULE(_C, m) {
         hooks.save = [saver]() -> std::shared_ptr<void> {
           py::gil_scoped_acquire gil;
           py::error_scope pending;
-          delta::PlainFrames plain;
           delta::Shield shield;
+          delta::PlainFrames plain;
           return delta::shared((*saver)());
         };
         hooks.restore = [restorer](const std::shared_ptr<void>& state) {
           py::gil_scoped_acquire gil;
           py::error_scope pending;
-          delta::PlainFrames plain;
           delta::Shield shield;  // what a handler raises would end this half-way
+          delta::PlainFrames plain;
           try {
             (*restorer)(*std::static_pointer_cast<py::object>(state));
           } catch (py::error_already_set& e) {

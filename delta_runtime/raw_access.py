@@ -15,6 +15,7 @@ runtime was entered (`to_numpy = torch.Tensor.numpy`). What such code changes is
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -245,7 +246,19 @@ def _wrap_lender(owner: Any, name: str) -> None:
     _put(owner, name, original, method)
 
 
+def _keep_from_dynamo(function: Any) -> None:
+    """Dynamo leaves the function's frames alone, and those of all that it calls; see csrc/util/plain_frames.h."""
+    with contextlib.suppress(ImportError):  # some builds are without dynamo
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(
+            function.__code__, eval_frame._FrameExecStrategy(skip, skip)
+        )
+
+
 def _put(owner: Any, name: str, original: Any, method: Any) -> None:
+    _keep_from_dynamo(method)
     _originals.append((owner, name, original if name in vars(owner) else None, method))
     setattr(owner, name, method)
 

@@ -260,8 +260,17 @@ def made():
     return loss
 
 def backward_on_thread(loss):
-    thread = threading.Thread(target=loss.backward)
+    # A thread's first op takes a lock of PyTorch's: a child forked within it hangs, runtime or not.
+    begun = threading.Event()
+
+    def backward():
+        torch.zeros(1).add(1.0)
+        begun.set()
+        loss.backward()
+
+    thread = threading.Thread(target=backward)
     thread.start()
+    begun.wait()
     return thread
 
 def new_runtime():
@@ -269,6 +278,7 @@ def new_runtime():
 
 ended = []
 with new_runtime():
+    backward_on_thread(made()).join()  # the runtime's own thread has its first op here
     for k in range(8):
         thread = backward_on_thread(made())
         time.sleep(0.004 * (k % 4 + 1))

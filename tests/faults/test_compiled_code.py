@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -145,6 +146,39 @@ def test_dynamo_leaves_the_policy_alone(policy: str, monkeypatch: pytest.MonkeyP
             step(torch.ones(512, 256))
     assert runtime.report().totals.drops > 0
     assert told == []
+    runtime.close()
+
+
+LENT: dict[str, Callable[[Tensor], object]] = {
+    "numpy": lambda t: t.numpy(),
+    "__array__": lambda t: np.asarray(t),
+    "DLPack": lambda t: torch.utils.dlpack.to_dlpack(t),
+    "a storage's slice": lambda t: t.untyped_storage()[0:4],
+    "a storage's writer": lambda t: t.untyped_storage().fill_(1),
+}
+
+
+@pytest.mark.parametrize("way", LENT.values(), ids=LENT)
+def test_dynamo_leaves_what_tells_of_raw_memory_alone(way: Callable[[Tensor], object]) -> None:
+    """Each loan has a number of its own: what dynamo made of one would fit no other."""
+
+    @torch.compile(backend="eager")
+    def lends(t: Tensor) -> None:
+        for _ in range(1):
+            print(end="")  # a graph break in a loop
+            way(t)
+            print(end="")
+
+    def frames() -> int:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        for _ in range(12):
+            lends(torch.ones(8))
+        return torch._dynamo.utils.counters["frames"]["total"]
+
+    without = frames()
+    with delta.Runtime("100%", device="cpu") as runtime:
+        assert frames() == without
     runtime.close()
 
 
