@@ -6,6 +6,7 @@ second rebuild.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,10 +25,15 @@ WORK_PER_SECOND = 1_500_000
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What a choice leads to: seconds of rebuilding, and bytes too much at each op."""
+    """What a choice leads to: seconds of rebuilding, and bytes too much at each op.
+
+    Args:
+        back: the op from which each dropped value that is asked for is there again.
+    """
 
     seconds: float
     excess: Floats
+    back: Mapping[int, int]
 
     @property
     def area(self) -> float:
@@ -107,6 +113,7 @@ class Rehearsal:
         n_ops = len(self.base)
         away = np.zeros(n_ops + 1)
         extra: dict[int, float] = {}
+        back: dict[int, int] = {}
         resident = (~dropped).tolist()
         once_more = again.tolist()
         for page in np.flatnonzero(dropped).tolist():
@@ -148,7 +155,8 @@ class Rehearsal:
                     most = max(most, passing)
                 elif not resident[made]:
                     resident[made] = True
-                    away[max(at, self.begin[made])] -= self.bytes[made]
+                    back[made] = max(at, self.begin[made])
+                    away[back[made]] -= self.bytes[made]
                 passing -= sum(ends.pop(made, ()))
             extra[at] = max(extra.get(at, 0.0), most)
         excess = self.base - np.cumsum(away)[:-1]
@@ -158,4 +166,4 @@ class Rehearsal:
             need = np.fromiter(extra.values(), dtype=np.float64)
             own = self.graph.op_watermark_bytes[np.minimum(at_ops + 1, n_ops - 1)]
             np.maximum.at(excess, at_ops, excess[at_ops] + np.maximum(need - own, 0))
-        return Outcome(seconds, excess)
+        return Outcome(seconds, excess, back)
