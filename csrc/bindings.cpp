@@ -143,9 +143,13 @@ py::bytes rows_of(const std::vector<T>& rows) {
 template <class T>
 std::vector<T> rows_from(const py::buffer& buffer) {
   auto info = buffer.request();
+  constexpr auto kSize = static_cast<py::ssize_t>(sizeof(T));
+  const bool fits = info.ndim == 1 && info.itemsize == kSize &&
+                    (info.size <= 1 || info.strides[0] == kSize);
+  TORCH_CHECK_VALUE(fits, "a column has to be one contiguous row of numbers of ", kSize,
+                    " bytes each");
   const auto* begin = static_cast<const T*>(info.ptr);
-  return std::vector<T>(begin,
-                        begin + info.size * info.itemsize / static_cast<py::ssize_t>(sizeof(T)));
+  return std::vector<T>(begin, begin + info.size);
 }
 
 py::dict counters_of(const Session& s) {
@@ -499,30 +503,34 @@ void bind_session(py::module_& m) {
              s.distance_ = static_cast<Distance>(distance);
            })
       .def("set_distance", [](Session& s, int d) { s.distance_ = static_cast<Distance>(d); })
-      .def("set_plans", [](Session& s, const py::list& plans) {
-        std::vector<std::shared_ptr<PlanTable>> tables;
-        for (const auto& item : plans) {
-          auto t = item.cast<py::tuple>();
-          auto table = std::make_shared<PlanTable>();
-          table->fingerprint = rows_from<uint64_t>(t[0].cast<py::buffer>());
-          table->weight = rows_from<double>(t[1].cast<py::buffer>());
-          table->rebuilt_weight = rows_from<double>(t[2].cast<py::buffer>());
-          table->first_use = rows_from<int32_t>(t[3].cast<py::buffer>());
-          table->uses = rows_from<int64_t>(t[4].cast<py::buffer>());
-          table->exit = rows_from<int8_t>(t[5].cast<py::buffer>());
-          table->prefetch_at = rows_from<int64_t>(t[6].cast<py::buffer>());
-          TORCH_CHECK(table->rebuilt_weight.size() == table->fingerprint.size() &&
-                          table->weight.size() == table->fingerprint.size() &&
-                          table->exit.size() == table->fingerprint.size() &&
-                          table->prefetch_at.size() == table->fingerprint.size() &&
-                          table->first_use.size() == table->fingerprint.size() + 1,
-                      "set_plans: columns of different lengths");
-          tables.push_back(std::move(table));
-        }
+      .def("set_plans", [](Session& s, std::vector<std::shared_ptr<Plan>> plans) {
         Session::Guard guard(s);
-        s.plans_ = std::move(tables);
+        s.plans_.assign(plans.begin(), plans.end());
         s.plan_ = nullptr;
       });
+}
+
+void bind_plan(py::module_& m) {
+  py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
+      .def(py::init([](const py::buffer& fingerprints, const py::buffer& weights,
+                       const py::buffer& use_offsets, const py::buffer& uses,
+                       const py::buffer& interval_offsets, const py::buffer& begins,
+                       const py::buffer& exits, const py::buffer& copy_back_at) {
+             auto plan = std::make_shared<Plan>();
+             plan->fingerprint = rows_from<uint64_t>(fingerprints);
+             plan->weight = rows_from<double>(weights);
+             plan->use_offsets = rows_from<int64_t>(use_offsets);
+             plan->uses = rows_from<int64_t>(uses);
+             plan->interval_offsets = rows_from<int64_t>(interval_offsets);
+             plan->begin = rows_from<int64_t>(begins);
+             plan->exit = rows_from<int64_t>(exits);
+             plan->copy_back_at = rows_from<int64_t>(copy_back_at);
+             plan->check();
+             return plan;
+           }),
+           py::kw_only(), py::arg("fingerprints"), py::arg("weights"), py::arg("use_offsets"),
+           py::arg("uses"), py::arg("interval_offsets"), py::arg("begins"), py::arg("exits"),
+           py::arg("copy_back_at"));
 }
 
 // Where the value lies that a ticket stands for.
@@ -594,6 +602,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "delta_runtime's extension: observes ops and saved tensors, frees and rebuilds them.";
   delta::bind_pool(m);
   delta::bind_session(m);
+  delta::bind_plan(m);
   delta::bind_ticket(m);
   if (!delta::bind_signals(m.ptr())) {
     throw py::error_already_set();

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import StepGraph
-from delta_runtime.planners.joint_heuristic import Foresight
 from delta_runtime.planning_time import PlanningTime
 
 MOST_MORE = 0.33
@@ -26,7 +26,7 @@ _FINE = 32  # the search ends where it knows the peak to such a part of what is 
 MOST_WORK = 150_000
 """For each plan that is tried, in units of WORK_PER_SECOND: where that is not enough it is too tight anyway."""
 
-MakePlan = Callable[[StepGraph, int], Foresight]
+MakePlan = Callable[[StepGraph, int], Plan]
 
 
 def affordable_s(graph: StepGraph) -> float:
@@ -77,7 +77,7 @@ class Relief:
         self._tried = False
         self.peak_bytes = kept_bytes + int(share * (self._highest_bytes - kept_bytes))
         """The least that is known to be affordable; a guess as long as nothing was tried."""
-        self.plan: Foresight | None = None
+        self.plan: Plan | None = None
         """For that; None where nothing has to leave."""
 
     @property

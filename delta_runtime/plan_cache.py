@@ -18,17 +18,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 
 from delta_runtime.affordable_peak import MOST_WORK, Relief, affordable_s, bearable_s
-from delta_runtime.core.events import Bounds, Exit, ExitColumn
-from delta_runtime.core.step_graph import Floats, Ints, StepGraph, Words
+from delta_runtime.core.events import Bounds
+from delta_runtime.core.plan import Plan
+from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
+from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.bounds import bounds_of
 from delta_runtime.planners.evaluate import WORK_PER_SECOND
-from delta_runtime.planners.joint_heuristic import MOST_EFFORT, Foresight, foresee
 from delta_runtime.planning_time import PlanningTime
 
 CALIBRATION_STEPS = 3
@@ -64,25 +64,13 @@ _MOVED = 0.005  # share of the peak; where as much more or less persists, the re
 _CAUTION = 0.8  # of the speed that the last plan gave the lanes, in the next one that is tried
 
 
-class PlanTable(NamedTuple):
-    """One plan as the extension reads it: columns over the values of a step."""
-
-    fingerprints: Words
-    weights: Floats
-    rebuilt_weights: Floats
-    use_offsets: Ints
-    uses: Ints
-    exits: ExitColumn
-    prefetch_at: Ints
-
-
 @dataclass(order=True)
 class _Trial:
     """A plan, and what a step took that followed it."""
 
     seconds: float  # of rebuilding and of waiting
     wait_s: float
-    foresight: Foresight = field(compare=False)
+    plan: Plan = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +107,17 @@ class StepCost:
 @dataclass
 class _Known:
     graph: StepGraph
-    foresight: Foresight | None = None
+    plan: Plan | None = None
     runs: int = 1
     ops: int = 0  # as they were counted
     record: StepGraph | None = None  # of the last run alone
     bounds: Bounds | None = None  # of that, once somebody asked
     seen_bytes: int = 0  # its peak
-    searched: bool = False  # `foresight` is the final plan
+    searched: bool = False  # `plan` is the final plan
     plan_s: float = 0.0  # that it took to make it
     relief: Relief | None = None
     costs: list[StepCost] = field(default_factory=list)  # of the last steps that kept to its relief
-    budget_bytes: int = 0  # that `foresight` was made for
+    budget_bytes: int = 0  # that `plan` was made for
     links: Links | None = None  # that it was made with
     steps: list[tuple[float, float]] = field(default_factory=list)  # of this plan: seconds, waits
     trials: list[_Trial] = field(default_factory=list)
@@ -145,7 +133,7 @@ class _Known:
         self.settled, self.best_again = True, False
         if self.trials:
             self.in_place = min(self.trials)
-            self.foresight = self.in_place.foresight
+            self.plan = self.in_place.plan
             self.runs = max(self.runs, CALIBRATION_STEPS)
             self.searched = True
 
@@ -179,11 +167,11 @@ class _Known:
             self.record_again()
         elif (
             self.best is not None
-            and self.best.foresight is not self.foresight
+            and self.best.plan is not self.plan
             and seconds > self.best.seconds + margin_s
         ):
             # What kept the lanes busy may have passed.
-            self.trials, self.foresight = [now], self.best.foresight
+            self.trials, self.plan = [now], self.best.plan
             self.settled, self.best_again = False, True
         if not self.settled:
             self.watch_steps *= 2
@@ -208,7 +196,7 @@ class KnownSteps:
         yields: bool = False,
         planning: PlanningTime | None = None,
     ) -> None:
-        self._plans = plans
+        self._makes_plans = plans
         self._drops = drops
         self._swaps = swaps
         self._yields = yields
@@ -225,9 +213,9 @@ class KnownSteps:
         self._new = 0  # records in a row whose graph had not been seen before
 
     @property
-    def foresight(self) -> Foresight | None:
+    def plan(self) -> Plan | None:
         """The plan of the latest graph; None where there is none."""
-        return next(reversed(self._known.values())).foresight if self._known else None
+        return next(reversed(self._known.values())).plan if self._known else None
 
     @property
     def settled(self) -> bool:
@@ -235,7 +223,7 @@ class KnownSteps:
         if not self._known:
             return False
         known = next(reversed(self._known.values()))
-        tries = self._plans and self._drops and self._swaps
+        tries = self._makes_plans and self._drops and self._swaps
         return self._is_final(known) and (known.settled or not tries)
 
     def wants_log(self, *, missed: bool, went_on: bool = False) -> bool:
@@ -360,7 +348,7 @@ class KnownSteps:
         """
         cost = self._last
         known = self._of(cost) if cost is not None else None
-        plans = [each.foresight for each in self._known.values()]
+        plans = [each.plan for each in self._known.values()]
         kept_bytes = self.kept_bytes(budget_bytes)
         if cost is not None:
             self._yield_if_hopeless(known, budget_bytes)
@@ -375,8 +363,7 @@ class KnownSteps:
         if known is not None:
             self._improve(known, self.kept_bytes(budget_bytes), links)
         return kept_bytes != self.kept_bytes(budget_bytes) or any(
-            each.foresight is not plan
-            for each, plan in zip(self._known.values(), plans, strict=True)
+            each.plan is not plan for each, plan in zip(self._known.values(), plans, strict=True)
         )
 
     def _of(self, cost: StepCost) -> _Known | None:
@@ -401,13 +388,13 @@ class KnownSteps:
         return known.bounds
 
     def _is_final(self, known: _Known) -> bool:
-        return known.searched if self._plans else known.runs >= CALIBRATION_STEPS
+        return known.searched if self._makes_plans else known.runs >= CALIBRATION_STEPS
 
     def _improve(
         self, known: _Known, budget_bytes: int, links: Links | None, *, recorded: bool = False
     ) -> None:
         """Make a plan where one is due, and there is time for it."""
-        if not self._plans or (self._never_again and known.runs == 1):
+        if not self._makes_plans or (self._never_again and known.runs == 1):
             return
         if known.budget_bytes != budget_bytes:
             known.trials, known.in_place, known.best = [], None, None
@@ -416,11 +403,13 @@ class KnownSteps:
             return
         left_s = self._planning.left_s
         final = known.runs >= CALIBRATION_STEPS
-        free = known.foresight is None and known.runs > 1
-        if final and known.foresight is not None:
-            effort_s = SEARCH_EFFORT * known.foresight.predicted_seconds
-            may = left_s >= known.plan_s + min(effort_s, MOST_EFFORT / WORK_PER_SECOND)
-        elif known.foresight is None:
+        free = known.plan is None and known.runs > 1
+        if final and known.plan is not None:
+            effort_s = SEARCH_EFFORT * known.plan.predicted_seconds
+            may = left_s >= known.plan_s + min(
+                effort_s, joint_heuristic.MOST_EFFORT / WORK_PER_SECOND
+            )
+        elif known.plan is None:
             may = free or left_s > 0
         else:
             may = recorded and left_s >= _LEFT_FOR_NEXT * known.plan_s
@@ -431,7 +420,7 @@ class KnownSteps:
         known.steps, known.settled = [], len(self._known) > 1
         before_s = self._planning.spent_s
         with self._planning.planning(free=free):
-            known.foresight = self._plan(known)
+            known.plan = self._plan(known)
         known.plan_s = self._planning.spent_s - before_s
         known.searched = final
         if known.settled:
@@ -478,7 +467,7 @@ class KnownSteps:
                 share=others[-1].share if others else 0.5,
             )
         before = known.relief.plan
-        if not self._plans or known.budget_bytes == kept_bytes:
+        if not self._makes_plans or known.budget_bytes == kept_bytes:
             known.costs.append(cost)
         if len(known.costs) >= _STEPS_TO_JUDGE:
             costs, known.costs = known.costs, []
@@ -490,15 +479,15 @@ class KnownSteps:
                 known.relief.too_dear(known.graph, self._planning, rebuild_s / max(most_s, 1e-9))
         else:
             known.relief.look(known.graph, self._planning, surely=not others)
-        if known.relief.plan is not before and self._plans:
-            known.foresight, known.costs = known.relief.plan, []
+        if known.relief.plan is not before and self._makes_plans:
+            known.plan, known.costs = known.relief.plan, []
             known.budget_bytes = self.kept_bytes(budget_bytes)
         if known.relief.is_over:
-            known.searched = known.foresight is not None
+            known.searched = known.plan is not None
             known.runs = max(known.runs, CALIBRATION_STEPS)
 
-    def _plan_of_relief(self, graph: StepGraph, budget_bytes: int) -> Foresight:
-        return foresee(graph, budget_bytes, drops=self._drops, most_work=MOST_WORK)
+    def _plan_of_relief(self, graph: StepGraph, budget_bytes: int) -> Plan:
+        return joint_heuristic.plan(graph, budget_bytes, drops=self._drops, most_work=MOST_WORK)
 
     def _forget_beginnings(self, graph: StepGraph) -> None:
         """A forward alone is no step of its own once the whole of it is known."""
@@ -509,8 +498,8 @@ class KnownSteps:
             ):
                 del self._known[key]
 
-    def _plan(self, known: _Known) -> Foresight:
-        return foresee(
+    def _plan(self, known: _Known) -> Plan:
+        return joint_heuristic.plan(
             known.graph,
             known.budget_bytes,
             effort=SEARCH_EFFORT if known.runs >= CALIBRATION_STEPS and not self._yielded else 0.0,
@@ -537,10 +526,10 @@ class KnownSteps:
         Returns:
             Whether the next step has another plan.
         """
-        if len(self._known) != 1 or not (self._plans and self._drops and self._swaps):
+        if len(self._known) != 1 or not (self._makes_plans and self._drops and self._swaps):
             return False
         known = next(iter(self._known.values()))
-        before = known.foresight
+        before = known.plan
         if before is None or not known.searched:
             return False
         known.steps.append((rebuild_s + wait_s, wait_s))
@@ -549,7 +538,7 @@ class KnownSteps:
         steps, known.steps = known.steps, []
         if known.settled:
             known.watch(steps)
-            return known.foresight is not before
+            return known.plan is not before
         trial = _Trial(*min(steps), before)
         known.trials.append(trial)
         swaps = known.links is not None and known.links.out_bytes_per_s > 0
@@ -565,23 +554,27 @@ class KnownSteps:
                 in_bytes_per_s=known.links.in_bytes_per_s * _CAUTION,
             )
             with self._planning.planning():
-                known.foresight = self._plan(known)
+                known.plan = self._plan(known)
         elif waits:
             known.links = None
             with self._planning.planning():
-                known.foresight = self._plan(known)
-            if known.foresight.predicted_seconds > min(known.trials).seconds:
+                known.plan = self._plan(known)
+            if known.plan.predicted_seconds > min(known.trials).seconds:
                 known.settle()
         else:
             known.settle()
-        return known.foresight is not before
+        return known.plan is not before
 
-    def tables(self) -> list[PlanTable]:
-        """The plans of all known graphs, latest first."""
+    def plans(self) -> list[tuple[StepGraph, Plan]]:
+        """The known graphs that have a plan, latest first, each with it.
+
+        Where no plans are made, each has one that moves nothing: what it tells is when values are asked for.
+        """
+        known = [(known.graph, known.plan) for known in reversed(self._known.values())]
         return [
-            _table(known.graph, known.foresight)
-            for known in reversed(self._known.values())
-            if known.foresight is not None or not self._plans
+            (graph, plan or Plan.moving_nothing(graph))
+            for graph, plan in known
+            if plan is not None or not self._makes_plans
         ]
 
 
@@ -593,23 +586,3 @@ def _is_dear(cost: StepCost) -> bool:
 def _moved(graph: StepGraph, begin_bytes: int) -> bool:
     """Whether so much more or less persists now that what was recorded is out of date."""
     return abs(begin_bytes - graph.persistent_bytes) > _MOVED * graph.peak_bytes
-
-
-def _table(graph: StepGraph, foresight: Foresight | None) -> PlanTable:
-    counts = np.zeros(graph.n_values + 1, dtype=np.int64)
-    counts[graph.saved + 1] = np.diff(graph.use_offsets)
-    uses = [
-        graph.uses[graph.use_offsets[page] : graph.use_offsets[page + 1]]
-        for page in np.argsort(graph.saved, kind="stable")
-    ]
-    weights = foresight.weights if foresight else np.ones(graph.n_values)
-    rebuilt_weights = foresight.rebuilt_weights if foresight else weights
-    return PlanTable(
-        fingerprints=np.ascontiguousarray(graph.value_fingerprint),
-        weights=np.ascontiguousarray(weights),
-        rebuilt_weights=np.ascontiguousarray(rebuilt_weights),
-        use_offsets=np.cumsum(counts).astype(np.int32),
-        uses=np.concatenate([np.empty(0, np.int64), *uses]).astype(np.int64),
-        exits=foresight.exits if foresight else np.full(graph.n_values, Exit.STAYS, np.int8),
-        prefetch_at=foresight.prefetch_at if foresight else np.full(graph.n_values, -1, np.int64),
-    )

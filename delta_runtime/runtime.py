@@ -40,11 +40,13 @@ import torch
 
 from delta_runtime import optimizer_hooks, python_random, raw_access, saved_leaves
 from delta_runtime.act.pinning import pinning
+from delta_runtime.act.plans import follow
 from delta_runtime.act.tiers import open_tiers
 from delta_runtime.config import Config, Launched, check_requested
 from delta_runtime.core.errors import BudgetInfeasible, DeltaError, RecomputeMismatch, UsageError
 from delta_runtime.core.events import Bounds, Distance, PublishQueue, Residency
 from delta_runtime.core.interrupts import Interrupted
+from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
 from delta_runtime.core.units import BudgetSpec, BytesSpec, format_bytes
@@ -611,7 +613,7 @@ class Runtime:
         except Interrupted:
             self._known = self._new_known()  # what is left of it is half of a plan
         except Exception:
-            # Foresight only makes steps faster; without it the filter decides online.
+            # A plan only makes steps faster; without it the filter decides online.
             logger.exception("delta_runtime: no plan could be made for this step")
         self._last_planning_s = self._planning.spent_s - before_s
         self._warn_if_over(step_peak_bytes)
@@ -656,7 +658,7 @@ class Runtime:
         elif not self._logged:
             changed |= self._known.tend(self.budget_bytes, self._links())
         if changed:
-            self._session.set_plans(self._known.tables())
+            follow(self._session, self._known.plans())
         kept_bytes = self._known.kept_bytes(self.budget_bytes)
         if kept_bytes != self._kept_bytes:
             self._kept_bytes = kept_bytes
@@ -866,6 +868,15 @@ class Runtime:
                 "no step has been recorded yet.", change="Run one forward and backward."
             )
         return self._graph
+
+    def plan(self) -> Plan | None:
+        """The plan for steps like the last one that was logged; None as long as there is none."""
+        return self._known.plan
+
+    @property
+    def settled(self) -> bool:
+        """Whether that plan stays, as long as no step waits longer under it than it does now."""
+        return self._known.settled
 
     def mark_written(self, tensor: torch.Tensor) -> None:
         """Says that code outside of the dispatcher wrote to this tensor's storage."""

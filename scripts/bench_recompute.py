@@ -358,8 +358,8 @@ class Contender:
 
     def predicted_s(self) -> float | None:
         """Seconds of recomputation that the plan expects; None where there is no plan."""
-        foresight = None if self.runtime is None else self.runtime._known.foresight
-        return None if foresight is None else foresight.predicted_seconds
+        plan = None if self.runtime is None else self.runtime.plan()
+        return None if plan is None else plan.predicted_seconds
 
 
 class Peer(Contender):

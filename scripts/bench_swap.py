@@ -312,14 +312,16 @@ class Bench:
 
     def take_turn(self, contender: Contender, index: int, budget_bytes: int) -> None:
         """Times some steps of one contender: nothing of them if one fails, nothing before if its plan changes."""
-        known = contender.runtime._known
-        plan = known.foresight
+        runtime = contender.runtime
+        plan = runtime.plan()
         turn, lasts = [], []
         for step in range(1 + self.steps_per_turn):
             pieces = self.managed(contender, budget_bytes)
             if contender.failure:
                 return
-            if POLICIES[contender.policy].plans and not (known.settled and known.foresight is plan):
+            if POLICIES[contender.policy].plans and not (
+                runtime.settled and runtime.plan() is plan
+            ):
                 contender.turns, contender.lasts = {}, []
                 self.settle(contender, budget_bytes)
                 return
@@ -381,8 +383,8 @@ class Bench:
             for turn, ordinary in zip(turns, beside, strict=False)
         ]
         host = runtime._session.tiers()[0] if runtime.tiers else None
-        foresight = runtime._known.foresight
-        swapped = foresight.exits == Exit.SWAP if foresight else np.zeros(0, bool)
+        plan = runtime.plan()
+        swapped = plan.first_exits() == Exit.SWAP if plan else np.zeros(0, bool)
         blocks = runtime.graph().value_bytes[swapped] if swapped.any() else np.zeros(0, np.int64)
         rounded = 2 ** np.ceil(np.log2(np.maximum(blocks, 1)))
         runtime.close()

@@ -26,9 +26,10 @@ import torch
 from torch import nn
 
 import delta_runtime as delta
-from delta_runtime import _C, cpu_pool, plan_cache
+from delta_runtime import _C, cpu_pool
 from delta_runtime.core.interrupts import give_way
 from delta_runtime.extension import shielded
+from delta_runtime.planners import joint_heuristic
 from scripts.stress_interrupts import leftovers
 from tests.support.fixtures import one_thread  # noqa: F401
 
@@ -178,7 +179,7 @@ def test_planning_is_broken_off(monkeypatch):
     runtime = tight()
     model = net()
     with monkeypatch.context() as patch:
-        patch.setattr(plan_cache, "foresee", endless)
+        patch.setattr(joint_heuristic, "plan", endless)
         with pytest.raises(KeyboardInterrupt), runtime:
             for _ in range(3):
                 step(model)
@@ -186,7 +187,7 @@ def test_planning_is_broken_off(monkeypatch):
     with runtime:
         for _ in range(3):
             step(model)
-    assert runtime._known.foresight is not None
+    assert runtime.plan() is not None
     runtime.close()
 
 

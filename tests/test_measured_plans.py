@@ -109,7 +109,7 @@ def test_a_forward_alone_is_no_step_of_its_own(ordinary, monkeypatch, first):
     for _ in range(CALIBRATION_STEPS + 1):
         step(runtime, model)
     known = runtime._known
-    assert len(known.tables()) == 1
+    assert len(known.plans()) == 1
     assert len(runtime.graph().uses) > 0
     next(iter(known._known.values())).record_again()
     for _ in range(2):
@@ -123,7 +123,7 @@ def test_a_forward_alone_is_no_step_of_its_own(ordinary, monkeypatch, first):
     assert known.wants_log(missed=False)
     step(runtime, model)
     assert not known.wants_log(missed=False)
-    assert len(known.tables()) == 1
+    assert len(known.plans()) == 1
     measured = []
     monkeypatch.setattr(known, "judge", lambda *seconds: measured.append(seconds) or False)
     step(runtime, model)

@@ -9,6 +9,7 @@ import pytest
 
 from delta_runtime.affordable_peak import MOST_MORE, Relief, affordable_s, bearable_s
 from delta_runtime.core.events import Exit
+from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
 from delta_runtime.plan_cache import (
@@ -20,8 +21,8 @@ from delta_runtime.plan_cache import (
     KnownSteps,
     StepCost,
 )
+from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.bounds import bounds_of
-from delta_runtime.planners.joint_heuristic import Foresight, foresee
 from delta_runtime.planning_time import PlanningTime
 from tests.support.step_graphs import chain
 
@@ -60,13 +61,13 @@ def recorded_again(graph: StepGraph = GRAPH) -> KnownSteps:
 
 
 def swapped_bytes(known: KnownSteps) -> int:
-    assert known.foresight is not None
-    return int(GRAPH.value_bytes[known.foresight.exits == Exit.SWAP].sum())
+    assert known.plan is not None
+    return int(GRAPH.value_bytes[known.plan.first_exits() == Exit.SWAP].sum())
 
 
 def exits(known: KnownSteps) -> list[int]:
-    assert known.foresight is not None
-    return known.foresight.exits.tolist()
+    assert known.plan is not None
+    return known.plan.first_exits().tolist()
 
 
 def judge(known: KnownSteps, rebuild_s: float, wait_s: float) -> bool:
@@ -78,12 +79,12 @@ def judge(known: KnownSteps, rebuild_s: float, wait_s: float) -> bool:
 
 def test_a_plan_that_waits_for_nothing_stays():
     known = calibrated()
-    plan = known.foresight
+    plan = known.plan
     assert swapped_bytes(known) > 0 and not known.settled
     assert not judge(known, 0.01, 0.0)
-    assert known.settled and known.foresight is plan
+    assert known.settled and known.plan is plan
     assert not judge(known, 0.01, LONG_S), "once settled, a slow step changes nothing"
-    assert known.foresight is plan and not known.wants_log(missed=False)
+    assert known.plan is plan and not known.wants_log(missed=False)
 
 
 def test_a_plan_that_waits_gives_way_to_one_that_asks_less_of_the_lanes():
@@ -91,29 +92,29 @@ def test_a_plan_that_waits_gives_way_to_one_that_asks_less_of_the_lanes():
     first_bytes = swapped_bytes(known)
     assert judge(known, 0.01, LONG_S)
     assert 0 < swapped_bytes(known) <= first_bytes
-    second = known.foresight
+    second = known.plan
     assert not judge(known, 0.02, 0.0)
-    assert known.settled and known.foresight is second
+    assert known.settled and known.plan is second
 
 
 def test_the_least_measured_seconds_win():
     known = recorded_again()
-    first = known.foresight
+    first = known.plan
     assert judge(known, 0.01, 0.01)
     assert judge(known, 0.03, 0.0)  # no wait, and yet dearer than the first
-    assert known.settled and known.foresight is first
+    assert known.settled and known.plan is first
 
 
 def test_at_last_a_plan_without_lanes_is_tried():
     known = recorded_again()
     plans = []
     for _ in range(MOST_TRIALS - 1):
-        plans.append(known.foresight)
+        plans.append(known.plan)
         assert judge(known, 0.0, 100.0)
-    assert swapped_bytes(known) == 0 and known.foresight.planned.any()
-    recompute = known.foresight
+    assert swapped_bytes(known) == 0 and Exit.DROP in exits(known)
+    recompute = known.plan
     assert not judge(known, 0.05, 0.0)
-    assert known.settled and known.foresight is recompute
+    assert known.settled and known.plan is recompute
     assert recompute not in plans
 
 
@@ -123,9 +124,9 @@ def test_a_plan_without_lanes_that_cannot_be_better_is_not_tried():
     waits = [0.004, 0.003, 0.002, 0.0015]
     assert 1 + len(waits) == MOST_TRIALS and waits[-1] > 0.002 * GRAPH.seconds
     for wait_s in waits:
-        plans.append(known.foresight)
+        plans.append(known.plan)
         judge(known, 0.0, wait_s)
-    assert known.settled and known.foresight is plans[-1]
+    assert known.settled and known.plan is plans[-1]
 
 
 def test_a_step_that_was_calibrated_while_the_machine_was_slow_is_recorded_once_more():
@@ -155,13 +156,13 @@ def test_a_plan_that_comes_to_wait_is_made_again():
 def test_a_plan_that_was_made_again_stays_only_if_it_is_better():
     known = calibrated(slower(GRAPH, 5.0))
     judge(known, 0.01, 0.0)
-    first = known.foresight
+    first = known.plan
     for _ in range(WATCH_STEPS):
         known.judge(0.01, LONG_S)
     learn(known)
-    assert known.foresight is not first
+    assert known.plan is not first
     assert judge(known, LONG_S + 0.02, 0.0)
-    assert known.settled and known.foresight is first
+    assert known.settled and known.plan is first
 
 
 def test_each_time_it_takes_twice_as_many_steps():
@@ -189,11 +190,11 @@ def test_each_time_it_takes_twice_as_many_steps():
 def test_a_plan_in_place_stays_unless_each_step_waits(steps):
     known = calibrated()
     assert not judge(known, 0.01, 0.0)
-    plan = known.foresight
+    plan = known.plan
     for _ in range(4):
         for step in steps:
             assert not known.judge(*step)
-            assert known.settled and known.foresight is plan and not known.wants_log(missed=False)
+            assert known.settled and known.plan is plan and not known.wants_log(missed=False)
 
 
 def settled_on_a_plan_that_waits() -> tuple[KnownSteps, float]:
@@ -202,20 +203,20 @@ def settled_on_a_plan_that_waits() -> tuple[KnownSteps, float]:
     assert 1 + len(waits) == MOST_TRIALS
     plans = []
     for wait_s in waits:
-        plans.append(known.foresight)
+        plans.append(known.plan)
         assert judge(known, 0.01, wait_s)
     if not known.settled:
         assert judge(known, 0.5, 0.0)  # the plan without lanes
-    assert known.settled and known.foresight is plans[1]
+    assert known.settled and known.plan is plans[1]
     return known, waits[1]
 
 
 def test_a_plan_that_waits_no_longer_than_when_it_was_chosen_stays():
     known, wait_s = settled_on_a_plan_that_waits()
-    plan = known.foresight
+    plan = known.plan
     for _ in range(3 * WATCH_STEPS):
         assert not known.judge(LONG_S, wait_s)
-    assert not known.wants_log(missed=False) and known.foresight is plan
+    assert not known.wants_log(missed=False) and known.plan is plan
 
 
 def test_a_plan_that_was_chosen_while_all_waited_has_to_keep_what_it_showed_later():
@@ -231,7 +232,7 @@ def test_a_plan_that_was_chosen_while_all_waited_has_to_keep_what_it_showed_late
 @pytest.mark.parametrize("busy_steps", [12, 18, 60])
 def test_what_keeps_the_lanes_busy_for_a_while_costs_no_plan_for_good(busy_steps):
     known = calibrated()
-    quiet_s = known.foresight.predicted_seconds
+    quiet_s = known.plan.predicted_seconds
 
     def steps(count: int, wait_s_per_mib: float) -> None:
         for _ in range(count):
@@ -239,23 +240,23 @@ def test_what_keeps_the_lanes_busy_for_a_while_costs_no_plan_for_good(busy_steps
                 learn(known)
             else:
                 waits = wait_s_per_mib * swapped_bytes(known) / MIB
-                known.judge(known.foresight.predicted_seconds, waits)
+                known.judge(known.plan.predicted_seconds, waits)
 
     steps(STEPS_TO_SETTLE, 0.0)
     assert known.settled and swapped_bytes(known) > 0
     steps(busy_steps, 0.004)
-    worse_s = known.foresight.predicted_seconds
+    worse_s = known.plan.predicted_seconds
     assert worse_s > quiet_s + 0.01 * GRAPH.seconds
     steps(10 * busy_steps + 40, 0.0)
     assert known.settled
-    assert known.foresight.predicted_seconds == pytest.approx(quiet_s)
+    assert known.plan.predicted_seconds == pytest.approx(quiet_s)
 
 
 @pytest.mark.parametrize("logged_first", [False, True])
 def test_a_second_graph_while_one_is_recorded_again_leaves_it_the_measured_plan(logged_first):
     known = calibrated()
     assert not judge(known, 0.01, 0.0)
-    measured = known.foresight
+    measured = known.plan
     for _ in range(WATCH_STEPS):
         known.judge(0.01, LONG_S)
     assert known.wants_log(missed=False)
@@ -265,7 +266,7 @@ def test_a_second_graph_while_one_is_recorded_again_leaves_it_the_measured_plan(
     for _ in range(CALIBRATION_STEPS):
         learn(known, other)
         learn(known)
-    assert known.foresight is measured and known.settled
+    assert known.plan is measured and known.settled
 
 
 def test_the_whole_of_a_forward_alone_is_looked_for_but_not_for_ever():
@@ -281,14 +282,14 @@ def test_the_whole_of_a_forward_alone_is_looked_for_but_not_for_ever():
         learn(known, forward)
         logged += 1
     assert 1 <= logged <= CALIBRATION_STEPS
-    assert len(known.tables()) == 1
+    assert len(known.plans()) == 1
     learn(known)  # here it is, after all
-    assert len(known.tables()) == 1
+    assert len(known.plans()) == 1
     for _ in range(CALIBRATION_STEPS - 1):
         assert known.wants_log(missed=False)
         learn(known)
     assert not known.wants_log(missed=False, went_on=True)
-    assert known.foresight is not None and known.foresight.predicted_seconds > 0
+    assert known.plan is not None and known.plan.predicted_seconds > 0
 
 
 def test_trials_end_within_the_steps_that_are_said():
@@ -306,24 +307,24 @@ def test_trials_end_within_the_steps_that_are_said():
 def test_without_a_choice_there_is_nothing_to_judge(what):
     known = calibrated(**what)
     assert known.settled
-    before = known.foresight
+    before = known.plan
     assert not judge(known, 0.0, LONG_S)
-    assert known.foresight is before
+    assert known.plan is before
 
 
 def test_a_second_graph_ends_the_trials_with_the_best_of_them():
     """Nobody knows any more whose seconds a step's were."""
     known = recorded_again()
-    first = known.foresight
+    first = known.plan
     assert judge(known, 0.0, 0.01)
     assert judge(known, 0.0, 0.05)
-    assert known.foresight is not first
+    assert known.plan is not first
     other = chain([4 * MIB] * 8, [1e-2] * 8)
     learn(known, other)
-    assert np.array_equal(known.tables()[1].exits, first.exits)
-    before = [table.exits.tolist() for table in known.tables()]
+    assert known.plans()[1][1] is first
+    before = [plan for _, plan in known.plans()]
     assert not judge(known, 0.0, LONG_S)
-    assert [table.exits.tolist() for table in known.tables()] == before
+    assert [plan for _, plan in known.plans()] == before
     for _ in range(CALIBRATION_STEPS - 1):
         learn(known, other)
     assert known.settled
@@ -346,7 +347,7 @@ def test_another_budget_begins_anew():
     assert known.settled
     learn(known, share=0.6)
     assert not known.settled
-    assert np.isfinite(known.foresight.predicted_seconds)
+    assert np.isfinite(known.plan.predicted_seconds)
 
 
 def cost(graph: StepGraph, peak_bytes: int, rebuild_s: float) -> StepCost:
@@ -367,8 +368,8 @@ def test_a_budget_below_the_least_one_that_is_met_is_given_up_where_it_is_dear(d
     assert known.yielded == dear
     assert (known.kept_bytes(budget_bytes) > budget_bytes) == dear
     if dear:
-        assert known.foresight is not None
-        assert known.foresight.predicted_seconds <= affordable_s(GRAPH)
+        assert known.plan is not None
+        assert known.plan.predicted_seconds <= affordable_s(GRAPH)
 
 
 def test_a_dear_budget_above_the_least_one_is_kept():
@@ -387,7 +388,7 @@ def test_graphs_that_never_come_again_are_neither_planned_for_nor_always_logged(
         assert known.wants_log(missed=True) == (i < 4)
         known.saw(cost(graph, budget_bytes, 0.0))
         known.learn(graph, budget_bytes)
-        assert (known.foresight is not None) == (i < 3)
+        assert (known.plan is not None) == (i < 3)
     for _ in range(20):
         if known.wants_log(missed=True):
             break
@@ -396,7 +397,7 @@ def test_graphs_that_never_come_again_are_neither_planned_for_nor_always_logged(
     assert known.wants_log(missed=True), "now and then it is looked whether one comes again"
     known.saw(cost(graphs[4], budget_bytes, 0.0))
     known.learn(graphs[4], budget_bytes)
-    assert known.foresight is not None
+    assert known.plan is not None
     assert known.wants_log(missed=True)
 
 
@@ -467,9 +468,9 @@ def test_recomputing_outside_of_a_step_is_no_reason_to_give_more_up():
 def test_what_was_too_dear_is_given_up_in_one_go(times: float, share: float):
     budgets: list[int] = []
 
-    def make_plan(graph: StepGraph, budget_bytes: int) -> Foresight:
+    def make_plan(graph: StepGraph, budget_bytes: int) -> Plan:
         budgets.append(budget_bytes)
-        return foresee(graph, budget_bytes)
+        return joint_heuristic.plan(graph, budget_bytes)
 
     kept_bytes = GRAPH.peak_bytes // 2
     relief = Relief(kept_bytes, GRAPH, make_plan, hopeless=True, share=0.0)

@@ -23,8 +23,10 @@ import torch
 import delta_runtime as delta
 from delta_runtime import cpu_pool
 from delta_runtime.act.links import PROFILES, flops_per_s, link_bytes_per_s
+from delta_runtime.act.plans import follow
 from delta_runtime.config import Config
 from delta_runtime.core.events import Exit
+from delta_runtime.core.plan import Interval, Plan
 from delta_runtime.report.trace import TraceKind
 from tests.support.bitwise import Snapshot, assert_same_bits
 from tests.support.fixtures import one_thread  # noqa: F401
@@ -219,13 +221,20 @@ def test_of_copies_back_that_begin_at_one_op_the_one_needed_first_goes_first(tmp
 
     for _ in range(4):
         step()
-    graph, (table,) = runtime.graph(), runtime._known.tables()
-    backward = graph.op_tick[np.argmax(graph.op_backward)]
-    exits = np.full_like(table.exits, Exit.STAYS)
-    exits[graph.saved] = Exit.SWAP
-    prefetch_at = np.full_like(table.prefetch_at, -1)
-    prefetch_at[graph.saved] = backward
-    runtime._session.set_plans([table._replace(exits=exits, prefetch_at=prefetch_at)])
+    graph = runtime.graph()
+    backward = int(graph.op_tick[np.argmax(graph.op_backward)])
+    at_once = Plan.of(
+        [
+            [Interval(begin, backward, Exit.SWAP, backward), Interval(backward, graph.ticks)]
+            if value in graph.saved
+            else []
+            for value, begin in enumerate(graph.op_tick[graph.value_op].tolist())
+        ],
+        weights=np.ones(graph.n_values),
+        predicted_seconds=0.0,
+        predicted_peak_bytes=0,
+    )
+    follow(runtime._session, [(graph, at_once)])
     assert torch.equal(step(), expected_gradient())
     came_back = rows[-1]["name"][rows[-1]["kind"] == TraceKind.COPY_IN].tolist()
     first_uses = dict(zip(graph.saved.tolist(), graph.first_use.tolist(), strict=True))

@@ -26,6 +26,8 @@ namespace delta {
 
 namespace {
 
+constexpr double kPlannedWeight = 1e-4;  // of what a plan moves, to that of all else: it goes first
+
 void check_version(const Ticket& ticket) {
   if (ticket.version < 0) {
     return;
@@ -381,7 +383,7 @@ bool Session::attach_plan(Page& page) {
   if (plans_.empty() || key < 0) {
     return false;
   }
-  const auto fits = [&](const PlanTable& plan) {
+  const auto fits = [&](const Plan& plan) {
     return key < static_cast<int64_t>(plan.fingerprint.size()) &&
            plan.fingerprint[static_cast<size_t>(key)] == page.current->fingerprint;
   };
@@ -413,15 +415,17 @@ bool Session::attach_plan(Page& page) {
   return true;
 }
 
-void Session::follow(const PlanTable& plan, Page& page) {
+void Session::follow(const Plan& plan, Page& page) {
   const auto row = static_cast<size_t>(page.current->key);
-  page.weight = (page.rebuilt ? plan.rebuilt_weight : plan.weight)[row];
-  page.planned = plan.exit[row] != kStays;
+  const int64_t exit = plan.exit_of(row);
+  page.planned = exit != kStays;
   if (page.planned) {
-    page.exit = static_cast<Exit>(plan.exit[row]);
+    page.exit = static_cast<Exit>(exit);
   }
-  const int64_t at = plan.prefetch_at[row];
-  page.prefetch_at = at < 0 ? -1 : at + step_begin_tick_;
+  const bool goes = page.rebuilt ? tick_ - step_begin_tick_ < plan.back_at(row) : page.planned;
+  page.weight = plan.weight[row] * (goes ? kPlannedWeight : 1);
+  const int64_t at = plan.copy_back_of(row);
+  page.prefetch_at = at == kNever ? -1 : at + step_begin_tick_;
 }
 
 // How a page leaves while no policy has said so: the way that takes less time.
@@ -451,8 +455,8 @@ int64_t Session::next_use_of(Page& page, int64_t now) const {
       plan_->fingerprint[static_cast<size_t>(key)] != page.current->fingerprint) {
     return -1;
   }
-  const int32_t begin = plan_->first_use[static_cast<size_t>(key)];
-  const int32_t end = plan_->first_use[static_cast<size_t>(key) + 1];
+  const int64_t begin = plan_->use_offsets[static_cast<size_t>(key)];
+  const int64_t end = plan_->use_offsets[static_cast<size_t>(key) + 1];
   const int64_t position = now - step_begin_tick_;
   while (begin + page.next_use_cursor < end &&
          plan_->uses[static_cast<size_t>(begin + page.next_use_cursor)] < position) {

@@ -1,19 +1,20 @@
 // Rebuilding: runs the producing ops of a value again, bottom-up.
 //
 // Note: replay
-//  1. The plan is made under the lock by an iterative walk from the value to what is there:
+//  1. The rerun is made under the lock by an iterative walk from the value to what is there:
 //  resident
 //     pages, storages that live for other reasons, anchored sources. Holding their storages pins
 //     them.
-//  2. Each op of the plan runs once. What it makes and what has tickets is installed in its page,
-//     the rest goes after its last use in the plan.
+//  2. Each op of the rerun runs once. What it makes and what has tickets is installed in its page,
+//     the rest goes after its last use in the rerun.
 //  3. Ops run below autograd and without autocast, with the random numbers, flags, thread count,
 //     default dtype and grad mode that they were recorded with (random_draws.h, numeric_context.h);
 //     all of that is put back afterwards, also when an op throws.
-//  4. In-place ops run on copies, unless the plan itself made the buffer and nothing else needs it.
+//  4. In-place ops run on copies, unless the rerun itself made the buffer and nothing else needs
+//  it.
 //  5. Room is made before each op; that only ever frees, it never starts another rebuild.
-//  6. What the plan starts from is held from its begin on, needed yet or not. Without room beside
-//     that the plan is given up: what it started from is dropped too, and all of it is made again
+//  6. What the rerun starts from is held from its begin on, needed yet or not. Without room beside
+//     that the rerun is given up: what it started from is dropped too, and all of it is made again
 //     in the order of the forward.
 #include "rebuild/replay.h"
 #include "util/errors.h"
@@ -44,12 +45,13 @@ struct Slot {
   c10::intrusive_ptr<Value> value;
   c10::Storage storage;
   int uses = 0;
-  bool ours = false;  // made by this plan
+  bool ours = false;  // made by this rerun
 };
 
 using PagePtrs = std::vector<c10::intrusive_ptr<Page>>;
 
-struct Plan {
+// The ops that run again to make one value, in order, and what they pass on.
+struct Rerun {
   std::vector<c10::intrusive_ptr<OpRecord>> ops;
   std::vector<uint64_t> shortcuts;  // keys of those that were taken
   RanOps ran;                       // so far
@@ -154,7 +156,7 @@ struct Way {
 };
 
 // The shortcut that may be taken, or has to be tried first.
-Way way_of(Session& session, const OpRecord& op, Plan& plan) {
+Way way_of(Session& session, const OpRecord& op, Rerun& rerun) {
   Way way;
   const Shortcut* shortcut = op.device.is_cpu() ? op.info->shortcut : nullptr;
   if (shortcut == nullptr) {
@@ -180,9 +182,9 @@ Way way_of(Session& session, const OpRecord& op, Plan& plan) {
     }
     for (size_t i = 0; i < way.given.size(); ++i) {
       if (out.position == shortcut->given[i] && !out.is_argument) {
-        const auto slot = plan.slots.find(out.value);
-        if (slot != plan.slots.end() && slot->second.uses > 0 && !slot->second.storage) {
-          return {};  // to be made by this plan: an audit of a value that is there
+        const auto slot = rerun.slots.find(out.value);
+        if (slot != rerun.slots.end() && slot->second.uses > 0 && !slot->second.storage) {
+          return {};  // to be made by this rerun: an audit of a value that is there
         }
         way.given[i] = session.storage_there(*out.value);
         found += way.given[i] ? 1 : 0;
@@ -200,7 +202,7 @@ Way way_of(Session& session, const OpRecord& op, Plan& plan) {
 }
 
 // Storages for what the op writes: its own where nothing else needs the old content, else copies.
-ska::flat_hash_map<Value*, c10::Storage> buffers_of(OpRecord& op, Plan& plan) {
+ska::flat_hash_map<Value*, c10::Storage> buffers_of(OpRecord& op, Rerun& rerun) {
   struct Need {
     bool content = false;
     bool scratch = false;
@@ -231,7 +233,7 @@ ska::flat_hash_map<Value*, c10::Storage> buffers_of(OpRecord& op, Plan& plan) {
       buffers.emplace(value, fresh_storage(need.bytes, op.device, need.scratch));
       continue;
     }
-    auto& slot = plan.slots.at(value);
+    auto& slot = rerun.slots.at(value);
     const bool steal = slot.ours && slot.uses == need.refs && slot.storage.use_count() == 1;
     if (steal || sabotage() == Sabotage::InplaceWithoutCopy) {
       buffers.emplace(value, slot.storage);
@@ -242,11 +244,11 @@ ska::flat_hash_map<Value*, c10::Storage> buffers_of(OpRecord& op, Plan& plan) {
   return buffers;
 }
 
-// Runs one op of the plan. Returns the storages of its outputs, in the order of op.outputs; a
+// Runs one op of the rerun. Returns the storages of its outputs, in the order of op.outputs; a
 // shortcut (which is taken out of `way` where it does not apply) leaves those empty that it was
 // given.
-std::vector<c10::Storage> run(OpRecord& op, Plan& plan, Way& way) {
-  const auto buffers = buffers_of(op, plan);
+std::vector<c10::Storage> run(OpRecord& op, Rerun& rerun, Way& way) {
+  const auto buffers = buffers_of(op, rerun);
   torch::jit::Stack stack;
   stack.reserve(op.arguments.size());
   for (const auto& x : op.arguments) {
@@ -267,7 +269,7 @@ std::vector<c10::Storage> run(OpRecord& op, Plan& plan, Way& way) {
     for (auto& ref : op.inputs) {
       auto buffer = buffers.find(ref.value.get());
       const c10::Storage& storage =
-          buffer != buffers.end() ? buffer->second : plan.slots.at(ref.value.get()).storage;
+          buffer != buffers.end() ? buffer->second : rerun.slots.at(ref.value.get()).storage;
       TORCH_CHECK(static_cast<int64_t>(storage.nbytes()) >= ref.view.storage_bytes(),
                   "delta_runtime: a tensor that recomputing ", op.info->name,
                   " needs was shrunk to ", storage.nbytes(), " bytes; ", ref.view.storage_bytes(),
@@ -348,27 +350,27 @@ double seconds_since(std::chrono::steady_clock::time_point begin) {
 
 // Makes the outputs of an op again, by a shortcut where one was shown to make the same bits.
 // `seconds` is what it takes when nothing has to be tried.
-std::vector<c10::Storage> make(Session& session, OpRecord& op, Plan& plan, double& seconds) {
-  Way way = way_of(session, op, plan);
+std::vector<c10::Storage> make(Session& session, OpRecord& op, Rerun& rerun, double& seconds) {
+  Way way = way_of(session, op, rerun);
   Way whole;
   auto begin = std::chrono::steady_clock::now();
   const bool trial = way.shortcut != nullptr && !way.tried;
   if (!trial) {
     std::vector<c10::Storage> made;
     try {
-      made = run(op, plan, way);
+      made = run(op, rerun, way);
     } catch (const std::exception&) {
       if (way.shortcut == nullptr) {
         throw;
       }
       way.shortcut = nullptr;
-      made = run(op, plan, whole);
+      made = run(op, rerun, whole);
     }
     seconds = seconds_since(begin);
     Session::Guard guard(session);
     if (way.shortcut != nullptr) {
       ++session.counters_.shortcuts;
-      plan.shortcuts.push_back(way.key);
+      rerun.shortcuts.push_back(way.key);
     }
     return made;
   }
@@ -382,7 +384,7 @@ std::vector<c10::Storage> make(Session& session, OpRecord& op, Plan& plan, doubl
   bool decided = true;
   double shortcut_s = 0;
   try {
-    auto made = run(op, plan, way);
+    auto made = run(op, rerun, way);
     shortcut_s = seconds_since(begin);
     for (size_t i = 0; i < made.size(); ++i) {
       if (made[i]) {
@@ -401,7 +403,7 @@ std::vector<c10::Storage> make(Session& session, OpRecord& op, Plan& plan, doubl
     holds = false;
   }
   begin = std::chrono::steady_clock::now();
-  auto made = run(op, plan, whole);
+  auto made = run(op, rerun, whole);
   seconds = seconds_since(begin);
   for (size_t i = 0; i < made.size(); ++i) {
     if (compared[i]) {
@@ -423,15 +425,15 @@ std::vector<c10::Storage> make(Session& session, OpRecord& op, Plan& plan, doubl
   return made;
 }
 
-// Under the lock. Fills the plan with what has to run so that `root` is there. `wanted` are pages
-// in host memory that it starts from: with any of them the plan is not whole, and has to be made
+// Under the lock. Fills the rerun with what has to run so that `root` is there. `wanted` are pages
+// in host memory that it starts from: with any of them the rerun is not whole, and has to be made
 // again when they are back.
-void make_plan(Session& session, Value& root, Plan& plan, PagePtrs& wanted) {
+void make_rerun(Session& session, Value& root, Rerun& rerun, PagePtrs& wanted) {
   std::vector<Value*> stack{&root};
   ska::flat_hash_map<OpRecord*, int8_t> ops;  // 1 open, 2 planned
   auto fetch = [&](Value& v) -> bool {        // is it there?
-    auto it = plan.slots.find(&v);
-    if (it != plan.slots.end()) {
+    auto it = rerun.slots.find(&v);
+    if (it != rerun.slots.end()) {
       return true;
     }
     Slot slot;
@@ -462,7 +464,7 @@ void make_plan(Session& session, Value& root, Plan& plan, PagePtrs& wanted) {
       }
       return true;
     }
-    plan.slots.emplace(&v, std::move(slot));
+    rerun.slots.emplace(&v, std::move(slot));
     return true;
   };
   while (!stack.empty()) {
@@ -497,17 +499,17 @@ void make_plan(Session& session, Value& root, Plan& plan, PagePtrs& wanted) {
       }
     }
     ops[op] = 2;
-    plan.ops.push_back(c10::intrusive_ptr<OpRecord>::reclaim_copy(op));
+    rerun.ops.push_back(c10::intrusive_ptr<OpRecord>::reclaim_copy(op));
     stack.pop_back();
   }
   auto slot_of = [&](Value& v) -> Slot& {
-    auto& slot = plan.slots[&v];
+    auto& slot = rerun.slots[&v];
     if (!slot.value) {
       slot.value = c10::intrusive_ptr<Value>::reclaim_copy(&v);
     }
     return slot;
   };
-  for (auto& op : plan.ops) {
+  for (auto& op : rerun.ops) {
     for (auto& ref : op->inputs) {
       if (ref.needs_content()) {
         ++slot_of(*ref.value).uses;
@@ -546,16 +548,16 @@ struct Different {
   Page* page;
 };
 
-void install(Session& session, Plan& plan, Page& page, const c10::Storage& storage,
+void install(Session& session, Rerun& rerun, Page& page, const c10::Storage& storage,
              double seconds) {
-  if (page.hashed && session.device_evidence_ && !plan.suspects) {
-    plan.suspects = session.suspects_of(plan.ops);
+  if (page.hashed && session.device_evidence_ && !rerun.suspects) {
+    rerun.suspects = session.suspects_of(rerun.ops);
   }
   std::vector<uint64_t> proved;
   if (page.hashed) {
-    proved = session.proved_by(*page.current, plan.ran);
+    proved = session.proved_by(*page.current, rerun.ran);
   }
-  if (!session.is_as_it_went(page, storage, /*copied=*/false, plan.suspects, std::move(proved))) {
+  if (!session.is_as_it_went(page, storage, /*copied=*/false, rerun.suspects, std::move(proved))) {
     throw Different{&page};
   }
   session.rehome(page, storage);
@@ -570,7 +572,7 @@ void install(Session& session, Plan& plan, Page& page, const c10::Storage& stora
   session.emit(EventKind::Rebuilt, &page, page.bytes, seconds, session.key_of(*page.current));
 }
 
-// There is no room for an op of the plan, and some of what it starts from could be dropped.
+// There is no room for an op of the rerun, and some of what it starts from could be dropped.
 struct ShortOfRoom {};
 
 // What the op will ask for beside what is there: its watermark, copies of what it writes in place,
@@ -588,9 +590,9 @@ int64_t room_for(const OpRecord& op) {
 
 using Inspect = std::function<void(const OpRecord&, const std::vector<c10::Storage>&)>;
 
-// Runs the plan. With `installs`, values that dropped pages wait for go there as soon as they are
+// Runs the rerun. With `installs`, values that dropped pages wait for go there as soon as they are
 // made. `inspect` sees what each op made.
-c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs, bool gives_up,
+c10::Storage execute(Session& session, Rerun& rerun, Value& root, bool installs, bool gives_up,
                      const Inspect& inspect = nullptr) {
   const auto begin = std::chrono::steady_clock::now();
   const auto stalled = [&session] {
@@ -598,7 +600,7 @@ c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs, b
     return session.counters_.out_stall_seconds + session.counters_.in_stall_seconds;
   };
   const double stalled_before = stalled();
-  for (auto& op : plan.ops) {
+  for (auto& op : rerun.ops) {
     let_signals_in();
     if (session.options_.budget_bytes > 0 && session.look_ahead(room_for(*op)) > 0 && gives_up) {
       Session::Guard guard(session);
@@ -606,18 +608,18 @@ c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs, b
       throw ShortOfRoom();
     }
     double seconds = 0;
-    auto made = make(session, *op, plan, seconds);
+    auto made = make(session, *op, rerun, seconds);
     if (inspect) {
       inspect(*op, made);
     }
     Session::Guard guard(session);
     ++session.counters_.replayed_ops;
-    plan.ran.insert(op.get());
+    rerun.ran.insert(op.get());
     for (auto& ref : op->inputs) {
       if (!ref.needs_content()) {
         continue;
       }
-      auto& slot = plan.slots.at(ref.value.get());
+      auto& slot = rerun.slots.at(ref.value.get());
       if (--slot.uses == 0) {
         thread_trash().take(std::move(slot.storage));
         slot.storage = c10::Storage();
@@ -636,10 +638,10 @@ c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs, b
       }
       if (installs && value->home != nullptr && value->home->tickets > 0 &&
           value->home->residency == Residency::Dropped) {
-        install(session, plan, *value->home, made[i], seconds);
+        install(session, rerun, *value->home, made[i], seconds);
       }
-      auto slot = plan.slots.find(value);
-      if (slot != plan.slots.end() && slot->second.uses > 0 && !slot->second.storage) {
+      auto slot = rerun.slots.find(value);
+      if (slot != rerun.slots.end() && slot->second.uses > 0 && !slot->second.storage) {
         slot->second.storage = made[i];
         slot->second.ours = true;
       }
@@ -663,44 +665,44 @@ c10::Storage execute(Session& session, Plan& plan, Value& root, bool installs, b
                                 0, seconds_of(begin), seconds_of(begin) + seconds});
     }
   }
-  const c10::Storage& result = plan.slots.at(&root).storage;
+  const c10::Storage& result = rerun.slots.at(&root).storage;
   TORCH_CHECK(result, "delta_runtime: the value that was asked for was not made");
   return result;
 }
 
-// The plan's values may be the last owners of records: they die under the lock.
-void discard(Session& session, Plan& plan, c10::intrusive_ptr<Value>* root = nullptr) {
+// The rerun's values may be the last owners of records: they die under the lock.
+void discard(Session& session, Rerun& rerun, c10::intrusive_ptr<Value>* root = nullptr) {
   Session::Guard guard(session);
-  for (auto& [value, slot] : plan.slots) {
+  for (auto& [value, slot] : rerun.slots) {
     thread_trash().take(std::move(slot.storage));
     slot.storage = c10::Storage();
     slot.value.reset();
   }
-  plan.slots.clear();
-  plan.ops.clear();
-  plan.ran.clear();
-  plan.suspects.reset();
+  rerun.slots.clear();
+  rerun.ops.clear();
+  rerun.ran.clear();
+  rerun.suspects.reset();
   if (root != nullptr) {
     root->reset();
   }
 }
 
-// Lets go of a plan that was not begun, and drops what it would have started from, but for what is
+// Lets go of a rerun that was not begun, and drops what it would have started from, but for what is
 // hardly worth it. Returns whether anything went.
-bool drop_starts(Session& session, Plan& plan) {
+bool drop_starts(Session& session, Rerun& rerun) {
   constexpr int64_t small = 64;  // so many times smaller than all of it
   std::vector<c10::intrusive_ptr<Value>> starts;
   int64_t bytes = 0;
   {
     Session::Guard guard(session);
-    for (const auto& [value, slot] : plan.slots) {
+    for (const auto& [value, slot] : rerun.slots) {
       if (slot.storage && value->home != nullptr && value->home->candidate >= 0) {
         starts.push_back(slot.value);
         bytes += value->bytes;
       }
     }
   }
-  discard(session, plan);
+  discard(session, rerun);
   Session::Guard guard(session);
   session.begin_evictions();
   bool any = false;
@@ -733,15 +735,15 @@ void pin(Session& session, PagePtrs& pages, Pins& pins) {
 }  // namespace
 
 c10::Storage Session::rebuild(Page& page) {
-  Plan plan;
+  Rerun rerun;
   Pins pins;
   c10::intrusive_ptr<Value> root;
   bool retried = false;       // without shortcuts
-  bool from_scratch = false;  // and with all that the plan would start from dropped too
+  bool from_scratch = false;  // and with all that the rerun would start from dropped too
   bool any_dropped = true;
   for (;;) {
     if (c10::Storage storage = bring_back(page)) {
-      discard(*this, plan, &root);
+      discard(*this, rerun, &root);
       hash_returned();
       return storage;
     }
@@ -753,60 +755,60 @@ c10::Storage Session::rebuild(Page& page) {
           continue;  // somebody else made it, and it may have been swapped out again
         }
         root = page.current;
-        make_plan(*this, *root, plan, wanted);
+        make_rerun(*this, *root, rerun, wanted);
       }
       if (!wanted.empty()) {
-        discard(*this, plan);
+        discard(*this, rerun);
         pin(*this, wanted, pins);
         continue;
       }
       if (from_scratch && any_dropped) {
-        any_dropped = drop_starts(*this, plan);
-        continue;  // with a plan that starts further back; that may go in turn
+        any_dropped = drop_starts(*this, rerun);
+        continue;  // with a rerun that starts further back; that may go in turn
       }
       if (from_scratch) {
-        std::stable_sort(plan.ops.begin(), plan.ops.end(),
+        std::stable_sort(rerun.ops.begin(), rerun.ops.end(),
                          [](const auto& a, const auto& b) { return a->tick < b->tick; });
       }
       const int64_t limit = limit_bytes();
-      execute(*this, plan, *root, /*installs=*/true, /*gives_up=*/!from_scratch && !hopeless_);
+      execute(*this, rerun, *root, /*installs=*/true, /*gives_up=*/!from_scratch && !hopeless_);
       hopeless_ |= from_scratch && limit_bytes() > limit;
-      c10::Storage result = plan.slots.at(root.get()).storage;
-      discard(*this, plan, &root);
+      c10::Storage result = rerun.slots.at(root.get()).storage;
+      discard(*this, rerun, &root);
       return result;
     } catch (const ShortOfRoom&) {
-      discard(*this, plan);
+      discard(*this, rerun);
       from_scratch = true;
     } catch (const Different& different) {
       Guard guard(*this);
       ++counters_.mismatches;
-      if (!retried && !plan.shortcuts.empty()) {
+      if (!retried && !rerun.shortcuts.empty()) {
         retried = true;  // without them
-        for (const uint64_t key : plan.shortcuts) {
+        for (const uint64_t key : rerun.shortcuts) {
           shortcut_holds_[key] = false;
           ++counters_.shortcut_failures;
         }
-        plan.shortcuts.clear();
+        rerun.shortcuts.clear();
         guard.unlock();
-        discard(*this, plan, &root);
+        discard(*this, rerun, &root);
         guard.lock();
         continue;
       }
-      const std::string text = mismatch_text(*different.page, plan.ops);
-      lose_trust(plan.ops);
+      const std::string text = mismatch_text(*different.page, rerun.ops);
+      lose_trust(rerun.ops);
       guard.unlock();
-      discard(*this, plan, &root);
+      discard(*this, rerun, &root);
       throw RecomputeMismatchError(text);
     } catch (const RecomputeMismatchError&) {  // an op says itself that it did not repeat
       {
         Guard guard(*this);
         ++counters_.mismatches;
-        lose_trust(plan.ops);
+        lose_trust(rerun.ops);
       }
-      discard(*this, plan, &root);
+      discard(*this, rerun, &root);
       throw;
     } catch (...) {
-      discard(*this, plan, &root);
+      discard(*this, rerun, &root);
       throw;
     }
   }
@@ -821,7 +823,7 @@ bool Session::audit(Page& page) {
     bool compared;
     bool equal;
   };
-  Plan plan;
+  Rerun rerun;
   Pins pins;
   c10::intrusive_ptr<Value> root;
   c10::Storage kept;
@@ -859,16 +861,16 @@ bool Session::audit(Page& page) {
         }
         root = page.current;
         kept = page.strong;
-        make_plan(*this, *root, plan, wanted);
+        make_rerun(*this, *root, rerun, wanted);
       }
       if (wanted.empty()) {
         break;
       }
-      discard(*this, plan);
+      discard(*this, rerun);
       pin(*this, wanted, pins);
     }
-    equal = same_bytes(execute(*this, plan, *root, /*installs=*/false, /*gives_up=*/false, inspect),
-                       kept);
+    equal = same_bytes(
+        execute(*this, rerun, *root, /*installs=*/false, /*gives_up=*/false, inspect), kept);
     ran = true;
   } catch (const std::exception&) {
     equal = false;
@@ -895,7 +897,7 @@ bool Session::audit(Page& page) {
       judge(root->trust_key(), false);
     }
   }
-  discard(*this, plan, &root);
+  discard(*this, rerun, &root);
   return equal;
 }
 

@@ -32,6 +32,7 @@
 #include "rebuild/device_evidence.h"
 #include "state/address_ranges.h"
 #include "state/page_index.h"
+#include "state/plan.h"
 #include "state/values.h"
 #include "tiers/host_memory.h"
 #include "tiers/lanes.h"
@@ -130,19 +131,6 @@ struct LoggedValue {
   int64_t repeats;  // 0: a workspace, say; it cannot be made again
 };
 static_assert(sizeof(LoggedValue) == 24, "the Python side reads logged values as 24-byte rows");
-
-constexpr int8_t kStays = -1;  // not to leave, by the plan
-
-// What a recorded graph knows of the pages of a repeated step, by key.
-struct PlanTable {
-  std::vector<uint64_t> fingerprint;
-  std::vector<double> weight;
-  std::vector<double> rebuilt_weight;  // once it was rebuilt
-  std::vector<int8_t> exit;            // an Exit each, or kStays
-  std::vector<int64_t> prefetch_at;    // ticks since the step's begin; -1: as the lane allows
-  std::vector<int32_t> first_use;      // CSR into uses; size + 1
-  std::vector<int64_t> uses;           // ticks since the step's begin, increasing
-};
 
 struct Counters {
   int64_t ops = 0;
@@ -566,7 +554,7 @@ struct Session : c10::intrusive_ptr_target {
   void add_candidate(Page& page);
   void remove_candidate(Page& page);
   bool attach_plan(Page& page);  // whether a plan knows it
-  void follow(const PlanTable& plan, Page& page);
+  void follow(const Plan& plan, Page& page);
   double default_weight(const Page& page) const;
   Exit default_exit(const Page& page) const;
   // Position in this step's order of produced values; -1: no op of this step made it. Values of an
@@ -650,8 +638,8 @@ struct Session : c10::intrusive_ptr_target {
   std::vector<LoggedValue> log_outputs_;
   ska::flat_hash_map<uint64_t, const OpInfo*> log_names_;
 
-  std::vector<std::shared_ptr<PlanTable>> plans_;
-  PlanTable* plan_ = nullptr;
+  std::vector<std::shared_ptr<const Plan>> plans_;  // of the steps that are known, latest first
+  const Plan* plan_ = nullptr;  // that this step follows
   Distance distance_ = Distance::None;
   DefaultWeight default_weight_ = DefaultWeight::SecondsPerByte;
   std::function<void(int64_t)> pump_;      // Python decides; called at op boundaries only

@@ -118,7 +118,6 @@ class Rehearsal:
         once_more = again.tolist()
         for page in np.flatnonzero(dropped).tolist():
             away[self.begin[page]] += self.bytes[page]
-            # What is never asked for stays away.
         seconds = 0.0
         if swapped is not None and self.lanes is not None and swapped.any():
             spans = self.spans(dropped, swapped)
@@ -159,6 +158,9 @@ class Rehearsal:
                     away[back[made]] -= self.bytes[made]
                 passing -= sum(ends.pop(made, ()))
             extra[at] = max(extra.get(at, 0.0), most)
+        for page in np.flatnonzero(dropped).tolist():
+            if page not in back:  # away until the program lets go of it
+                away[max(self.gone[page], self.begin[page])] -= self.bytes[page]
         excess = self.base - np.cumsum(away)[:-1]
         if extra:
             # Rebuilding happens before the op: beside what is live then, but not beside the op's own needs.

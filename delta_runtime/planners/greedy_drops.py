@@ -57,7 +57,10 @@ class Cover:
         alone = np.searchsorted(graph.op_tick, graph.alone_at, side="left")
         self.begin = np.maximum(np.maximum(last_read, saved_at) + 1, alone)
         # Rebuilt before the op that unpacks it, while the op before is just over: one op early.
-        self.own_need = np.searchsorted(graph.op_tick, graph.first_use, side="right") - 1
+        # What is never asked for may be away until the program lets go of it.
+        gone = np.searchsorted(graph.op_tick, graph.released_at, side="right")
+        asked_at = np.searchsorted(graph.op_tick, graph.first_use, side="right") - 1
+        self.own_need = np.minimum(asked_at, np.maximum(gone, self.begin))
         self.need = self.own_need.copy()
         self.planned = np.zeros(len(graph.saved), dtype=bool)
         self.work = 0  # gains computed, in units of `Rehearsal.work`

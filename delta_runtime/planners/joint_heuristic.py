@@ -18,21 +18,20 @@ It is a heuristic: `planners` will hold the exact ones.
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass
 
 import numpy as np
 
-from delta_runtime.core.events import Exit, ExitColumn
+from delta_runtime.core.plan import Plan
 from delta_runtime.core.recipes import recipes_of
-from delta_runtime.core.step_graph import Floats, Ints, Mask, StepGraph
+from delta_runtime.core.step_graph import Mask, StepGraph
 from delta_runtime.core.transfer import Links
 from delta_runtime.planners.evaluate import WORK_PER_SECOND, Rehearsal
 from delta_runtime.planners.greedy_drops import Cover, choose
+from delta_runtime.planners.plan_of_choice import plan_of
 from delta_runtime.planners.repair import Choice, mend
-from delta_runtime.planners.swap_search import only_swaps, prefetch_ops, swap_instead, swap_more
+from delta_runtime.planners.swap_search import only_swaps, swap_instead, swap_more
 from delta_runtime.planners.transfer_schedule import LaneTimes
 
-_PLANNED = 1e-4  # weight of a planned drop relative to an unplanned one: it goes first
 _TO_MEND = 1_000_000  # units of work, for each attempt and direction; see WORK_PER_SECOND
 _TO_EXCHANGE = 1_500_000
 _TO_FIT = 500_000  # at least, to look for a choice that fits where the first one does not
@@ -42,32 +41,7 @@ _MOST_IN_VAIN = 40  # attempts in a row that found nothing better
 _SLACK = 1.1  # a choice that takes so much longer than the best before `mend` ends is given up
 
 
-@dataclass(frozen=True, eq=False)
-class Foresight:
-    """Weights by value of a repeated step, and what is expected of them.
-
-    Args:
-        weights: of each value, for the victim queue; smallest goes first.
-        rebuilt_weights: the same once the value was rebuilt.
-        planned: which saved values (rows of `graph.saved`) are to be dropped.
-        again: which of them are to be dropped once more when they were rebuilt early.
-        exits: an `Exit` for each value.
-        prefetch_at: tick at which a swapped value is to come back; -1 for all others.
-        predicted_seconds: seconds of rebuilding.
-        predicted_peak_bytes: highest live bytes expected; above the budget where no cover was found.
-    """
-
-    weights: Floats
-    rebuilt_weights: Floats
-    planned: Mask
-    again: Mask
-    exits: ExitColumn
-    prefetch_at: Ints
-    predicted_seconds: float
-    predicted_peak_bytes: int
-
-
-def foresee(
+def plan(
     graph: StepGraph,
     budget_bytes: int,
     *,
@@ -75,7 +49,7 @@ def foresee(
     drops: bool = True,
     links: Links | None = None,
     most_work: float = float("inf"),
-) -> Foresight:
+) -> Plan:
     """Choose what to drop and what to swap in the next step that is like `graph`.
 
     Args:
@@ -90,7 +64,7 @@ def foresee(
         most_work: of each attempt, and of looking further, in units of WORK_PER_SECOND.
 
     Returns:
-        Weights for every value of the step.
+        The plan; its peak is above the budget where none was found that fits.
     """
     recipes = recipes_of(graph)
     cover = Cover(graph, budget_bytes, recipes)
@@ -98,7 +72,7 @@ def foresee(
     lanes = LaneTimes(cover, links) if links is not None and known else None
     rehearsal = Rehearsal(cover, lanes)
     if not drops:
-        return _foresee_swaps(cover, rehearsal)
+        return _plan_swaps(cover, rehearsal)
     none = np.zeros(len(graph.saved), dtype=bool)
 
     def attempt(kept: Set[int], most_seconds: float = float("inf")) -> Choice | None:
@@ -146,52 +120,16 @@ def foresee(
         # Nothing fits, by this account. It errs towards too much (watermarks are the highest seen),
         # and what drops the most is not what leaves the victim queue the most to choose from.
         choice = first
-    return _told(cover, rehearsal, choice, by_next_use=choice is swaps)
+    return plan_of(cover, rehearsal, choice, by_next_use=choice is swaps)
 
 
-def _foresee_swaps(cover: Cover, rehearsal: Rehearsal) -> Foresight:
+def _plan_swaps(cover: Cover, rehearsal: Rehearsal) -> Plan:
     """The plan that only swaps; nothing is planned before the lanes are known."""
     none = np.zeros(len(cover.bytes), dtype=bool)
     choice = Choice(none, none, none, rehearsal.play(none, none))
     if rehearsal.lanes is not None:
         choice = only_swaps(rehearsal, choice)
-    return _told(cover, rehearsal, choice, by_next_use=True)
-
-
-def _told(
-    cover: Cover, rehearsal: Rehearsal, choice: Choice, *, by_next_use: bool = False
-) -> Foresight:
-    """A choice in the form in which it is followed.
-
-    Args:
-        by_next_use: whether the farthest next use goes first, rather than the fewest seconds a byte.
-    """
-    graph, budget_bytes = cover.graph, cover.budget_bytes
-    ratio = np.array(rehearsal.seconds) / np.maximum(graph.saved_bytes, 1)
-    if by_next_use:
-        ratio[:] = 1.0
-    exits = np.full(graph.n_values, Exit.STAYS, np.int8)
-    exits[graph.saved[choice.dropped]] = Exit.DROP
-    exits[graph.saved[choice.swapped]] = Exit.SWAP
-    prefetch_at = np.full(graph.n_values, -1, np.int64)
-    if choice.swapped.any():
-        for page, op in prefetch_ops(rehearsal, choice).items():
-            prefetch_at[graph.saved[page]] = graph.op_tick[op]
-    weights = np.full(graph.n_values, np.inf)
-    rebuilt = weights.copy()
-    goes = choice.dropped | choice.swapped
-    weights[graph.saved] = np.where(goes, ratio * _PLANNED, ratio)
-    rebuilt[graph.saved] = np.where(choice.again, ratio * _PLANNED, ratio)
-    return Foresight(
-        weights=weights,
-        rebuilt_weights=rebuilt,
-        planned=choice.dropped,
-        again=choice.again,
-        exits=exits,
-        prefetch_at=prefetch_at,
-        predicted_seconds=choice.outcome.seconds,
-        predicted_peak_bytes=int(budget_bytes + choice.outcome.excess.max(initial=-budget_bytes)),
-    )
+    return plan_of(cover, rehearsal, choice, by_next_use=True)
 
 
 def _to_keep(cover: Cover, dropped: Mask, tried: Set[int], *, only_parents: bool) -> int | None:

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delta_runtime.core.events import Exit
+from delta_runtime.core.plan import Plan
 from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.transfer import Links
+from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.greedy_drops import Cover
-from delta_runtime.planners.joint_heuristic import Foresight, foresee
 from delta_runtime.planners.transfer_schedule import LaneTimes
 from tests.support.step_graphs import chain
 
@@ -24,8 +25,12 @@ def lane_speed(mib_per_s: float) -> Links:
     return Links(out_bytes_per_s=mib_per_s * MIB, in_bytes_per_s=mib_per_s * MIB)
 
 
-def swapped(plan: Foresight) -> list[int]:
-    return np.flatnonzero(plan.exits == Exit.SWAP).tolist()
+def dropped(plan: Plan) -> list[int]:
+    return np.flatnonzero(plan.first_exits() == Exit.DROP).tolist()
+
+
+def swapped(plan: Plan) -> list[int]:
+    return np.flatnonzero(plan.first_exits() == Exit.SWAP).tolist()
 
 
 @st.composite
@@ -40,10 +45,10 @@ def any_chain(draw):
 def test_with_fast_lanes_nothing_is_recomputed():
     graph = chain([8 * MIB] * 12, [1e-2] * 12)
     budget_bytes = int(0.5 * graph.peak_bytes)
-    without = foresee(graph, budget_bytes)
-    plan = foresee(graph, budget_bytes, links=PLENTY)
-    assert without.planned.any() and without.predicted_seconds > 0
-    assert not plan.planned.any() and swapped(plan)
+    without = joint_heuristic.plan(graph, budget_bytes)
+    plan = joint_heuristic.plan(graph, budget_bytes, links=PLENTY)
+    assert dropped(without) and without.predicted_seconds > 0
+    assert not dropped(plan) and swapped(plan)
     assert plan.predicted_peak_bytes <= budget_bytes
     assert plan.predicted_seconds < 0.01 * without.predicted_seconds
 
@@ -51,7 +56,10 @@ def test_with_fast_lanes_nothing_is_recomputed():
 def test_with_hopeless_lanes_the_plan_is_the_one_without():
     graph = chain([8 * MIB] * 12, [1e-2] * 12)
     budget_bytes = int(0.5 * graph.peak_bytes)
-    without, plan = foresee(graph, budget_bytes), foresee(graph, budget_bytes, links=CRAWL)
+    without, plan = (
+        joint_heuristic.plan(graph, budget_bytes),
+        joint_heuristic.plan(graph, budget_bytes, links=CRAWL),
+    )
     assert not swapped(plan)
     assert np.array_equal(plan.weights, without.weights)
 
@@ -64,8 +72,8 @@ def test_with_hopeless_lanes_the_plan_is_the_one_without():
 )
 def test_lanes_never_make_a_plan_worse(graph, speed, share):
     budget_bytes = int(share * graph.peak_bytes)
-    without = foresee(graph, budget_bytes)
-    plan = foresee(graph, budget_bytes, links=lane_speed(speed))
+    without = joint_heuristic.plan(graph, budget_bytes)
+    plan = joint_heuristic.plan(graph, budget_bytes, links=lane_speed(speed))
     over = max(0, without.predicted_peak_bytes - budget_bytes)
     assert max(0, plan.predicted_peak_bytes - budget_bytes) <= over
     if over == 0:
@@ -80,8 +88,8 @@ def test_lanes_never_make_a_plan_worse(graph, speed, share):
 )
 def test_where_swapping_alone_is_free_nothing_is_recomputed(graph, speed, share):
     budget_bytes = int(share * graph.peak_bytes)
-    alone = foresee(graph, budget_bytes, drops=False, links=lane_speed(speed))
-    plan = foresee(graph, budget_bytes, links=lane_speed(speed))
+    alone = joint_heuristic.plan(graph, budget_bytes, drops=False, links=lane_speed(speed))
+    plan = joint_heuristic.plan(graph, budget_bytes, links=lane_speed(speed))
     if alone.predicted_peak_bytes <= budget_bytes:
         assert plan.predicted_peak_bytes <= budget_bytes
         assert plan.predicted_seconds <= alone.predicted_seconds + 1e-12
@@ -123,18 +131,20 @@ def test_the_lanes_carry_one_copy_at_a_time_and_in_time(sizes, speed, share):
 
 def test_only_swaps_begins_with_what_was_saved_first():
     graph = chain([8 * MIB] * 12, [1e-2] * 12)
-    plan = foresee(graph, int(0.6 * graph.peak_bytes), drops=False, links=PLENTY)
+    plan = joint_heuristic.plan(graph, int(0.6 * graph.peak_bytes), drops=False, links=PLENTY)
     assert swapped(plan) == list(range(len(swapped(plan))))
     assert plan.predicted_peak_bytes <= int(0.6 * graph.peak_bytes)
-    assert not plan.planned.any()
+    assert not dropped(plan)
 
 
 def test_only_swaps_plans_for_waiting_where_the_lanes_are_too_slow():
     graph = chain([8 * MIB] * 12, [1e-2] * 12)
-    plan = foresee(graph, int(0.5 * graph.peak_bytes), drops=False, links=lane_speed(20))
+    plan = joint_heuristic.plan(
+        graph, int(0.5 * graph.peak_bytes), drops=False, links=lane_speed(20)
+    )
     assert len(swapped(plan)) >= 5
     backward = graph.op_tick[np.argmax(graph.op_backward)]
-    assert (plan.prefetch_at[plan.exits == Exit.SWAP] >= backward).all()
+    assert all(plan.intervals()[value][0].copy_back_at >= backward for value in swapped(plan))
 
 
 @pytest.mark.parametrize("speed", [100.0, 1000.0, 1e6])
@@ -143,15 +153,15 @@ def test_what_comes_back_early_fits(speed):
     graph = chain([8 * MIB] * 16, [1e-2] * 16)
     budget_bytes = int(0.5 * graph.peak_bytes)
     for drops in (False, True):
-        plan = foresee(graph, budget_bytes, drops=drops, links=lane_speed(speed))
-        pages = [page for page in range(len(graph.saved)) if plan.exits[page] == Exit.SWAP]
+        plan = joint_heuristic.plan(graph, budget_bytes, drops=drops, links=lane_speed(speed))
+        pages = swapped(plan)
         assert pages or drops
-        if plan.predicted_peak_bytes > budget_bytes or plan.planned.any():
+        if plan.predicted_peak_bytes > budget_bytes or dropped(plan):
             continue  # waits, or rebuilt values are in the way: no simple account
         live = (graph.op_ordinary_bytes + graph.op_watermark_bytes).astype(np.int64)
         need = np.searchsorted(graph.op_tick, graph.first_use, side="right") - 1
         for page in pages:
-            back = int(np.searchsorted(graph.op_tick, plan.prefetch_at[page]))
+            back = int(np.searchsorted(graph.op_tick, plan.intervals()[page][0].copy_back_at))
             assert back <= need[page]
             live[page + 2 : back] -= int(graph.saved_bytes[page])
         assert (live[graph.op_backward] <= budget_bytes).all()
@@ -161,12 +171,12 @@ def test_what_comes_back_early_fits(speed):
 def test_a_plan_keeps_to_the_room_on_the_host(drops):
     graph = chain([8 * MIB] * 12, [1e-2] * 12)
     links = Links(out_bytes_per_s=1e12, in_bytes_per_s=1e12, store_bytes=3 * 8 * MIB)
-    plan = foresee(graph, int(0.5 * graph.peak_bytes), drops=drops, links=links)
+    plan = joint_heuristic.plan(graph, int(0.5 * graph.peak_bytes), drops=drops, links=links)
     assert len(swapped(plan)) == 3
 
 
 def test_no_plan_before_the_lanes_are_known():
     graph = chain([8 * MIB] * 12, [1e-2] * 12)
     budget_bytes = int(0.5 * graph.peak_bytes)
-    assert not swapped(foresee(graph, budget_bytes, links=Links()))
-    assert not swapped(foresee(graph, budget_bytes, drops=False, links=Links()))
+    assert not swapped(joint_heuristic.plan(graph, budget_bytes, links=Links()))
+    assert not swapped(joint_heuristic.plan(graph, budget_bytes, drops=False, links=Links()))

@@ -6,16 +6,10 @@ import gzip
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from delta_runtime.core.events import Exit
-from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
-from delta_runtime.planners.evaluate import Rehearsal
-from delta_runtime.planners.greedy_drops import Cover
-from delta_runtime.planners.joint_heuristic import foresee
-from delta_runtime.planners.transfer_schedule import LaneTimes
+from delta_runtime.planners import joint_heuristic
 
 FOLDER = Path(__file__).resolve().parent.parent / "planners" / "recorded"
 WORKLOADS = ("resnet50", "gpt", "vit")
@@ -45,30 +39,32 @@ def choices_of(name: str) -> dict[str, Any]:
     swapped: the tick at which its copy back starts.
     """
     graph = recorded(name)
-    recipes = recipes_of(graph)
+    row = {value: row for row, value in enumerate(graph.saved.tolist())}
+    op = {tick: op for op, tick in enumerate(graph.op_tick.tolist())}
     chosen: dict[str, Any] = {}
     for share in SHARES:
         budget_bytes = graph.persistent_bytes + int(
             share * (graph.peak_bytes - graph.persistent_bytes)
         )
-        cover = Cover(graph, budget_bytes, recipes)
         for ways, (drops, links) in LINKS.items():
-            plan = foresee(
+            plan = joint_heuristic.plan(
                 graph, budget_bytes, effort=1.0, drops=drops, links=links, most_work=1_000_000
             )
-            swapped = plan.exits[graph.saved] == Exit.SWAP
-            rehearsal = Rehearsal(cover, LaneTimes(cover, links) if links else None)
-            outcome = rehearsal.play(plan.planned, plan.again, swapped)
+            dropped, swapped = {}, {}
+            for value, intervals in enumerate(plan.intervals()):
+                if not intervals:
+                    continue
+                first, *then = intervals
+                if first.exit == Exit.DROP:
+                    dropped[str(row[value])] = [op[first.end], op[then[0].begin] if then else -1]
+                elif first.exit == Exit.SWAP:
+                    swapped[str(row[value])] = first.copy_back_at
             chosen[f"{share:.0%}, {ways}"] = {
-                "dropped": {
-                    str(row): [int(cover.begin[row]), int(outcome.back.get(row, -1))]
-                    for row in np.flatnonzero(plan.planned).tolist()
-                },
-                "swapped": {
-                    str(row): int(plan.prefetch_at[graph.saved[row]])
-                    for row in np.flatnonzero(swapped).tolist()
-                },
-                "seconds": float(f"{plan.predicted_seconds:.9g}"),  # sums differ by a bit among processors
+                "dropped": dropped,
+                "swapped": swapped,
+                "seconds": float(
+                    f"{plan.predicted_seconds:.9g}"
+                ),  # sums differ by a bit among processors
                 "peak bytes": plan.predicted_peak_bytes,
             }
     return chosen

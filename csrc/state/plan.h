@@ -1,0 +1,44 @@
+// A plan, as the session carries it out: what is to become of each value of a step that comes again.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace delta {
+
+constexpr int64_t kStays = -1;  // the exit of a value that the plan does not move
+constexpr int64_t kNever = -1;  // the tick of a copy back that there is none of
+
+// Columns over the values of a recorded step, and over the intervals that a plan keeps them on the device for.
+// delta_runtime/core/plan.py says what they mean. Ticks count from the step's begin.
+//
+// Note: what is carried out of a plan
+//   1. A value leaves when room is needed: what a plan moves goes before all else, in the order of the weights.
+//      So the end of an interval is not read.
+//   2. What was copied starts to come back at its tick.
+//   3. What was rebuilt before its next interval begins goes again before all else.
+//   4. One gap for each value; a plan with more is refused.
+struct Plan {
+  std::vector<uint64_t> fingerprint;  // of each value
+  std::vector<double> weight;
+  std::vector<int64_t> use_offsets;  // CSR into uses
+  std::vector<int64_t> uses;         // ticks at which autograd asked for it, increasing
+  std::vector<int64_t> interval_offsets;
+  std::vector<int64_t> begin;
+  std::vector<int64_t> exit;  // an Exit each, or kStays
+  std::vector<int64_t> copy_back_at;
+
+  // Refuses, by an exception, what is malformed or cannot be carried out.
+  void check() const;
+
+  int64_t size() const { return static_cast<int64_t>(fingerprint.size()); }
+  // How the value leaves; kStays where it does not.
+  int64_t exit_of(std::size_t key) const;
+  int64_t copy_back_of(std::size_t key) const;
+  // First tick of the interval behind the gap; 0 where there is no gap, past every tick where none follows.
+  int64_t back_at(std::size_t key) const;
+};
+
+}  // namespace delta

@@ -1,0 +1,59 @@
+"""Tells a choice of drops and swaps as a `Plan`: when each value leaves, and when it is back.
+
+Covers the form alone: what is chosen, and what it leads to, is known by then.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from delta_runtime.core.events import Exit
+from delta_runtime.core.plan import Interval, Plan
+from delta_runtime.planners.evaluate import Rehearsal
+from delta_runtime.planners.greedy_drops import Cover
+from delta_runtime.planners.repair import Choice
+from delta_runtime.planners.swap_search import prefetch_ops
+
+
+def plan_of(
+    cover: Cover, rehearsal: Rehearsal, choice: Choice, *, by_next_use: bool = False
+) -> Plan:
+    """Turn a choice of drops and swaps into a plan.
+
+    Args:
+        cover: of the graph and the budget.
+        rehearsal: of the same.
+        choice: with what it leads to, by that rehearsal.
+        by_next_use: whether the farthest next use goes first, rather than the fewest seconds a byte.
+    """
+    graph, budget_bytes = cover.graph, cover.budget_bytes
+    ratio = np.array(rehearsal.seconds) / np.maximum(graph.saved_bytes, 1)
+    weights = np.full(graph.n_values, np.inf)
+    weights[graph.saved] = 1.0 if by_next_use else ratio
+    copy_back = prefetch_ops(rehearsal, choice) if choice.swapped.any() else {}
+    need = rehearsal.needs(choice.dropped)
+    spans = rehearsal.spans(choice.dropped, choice.swapped) if copy_back else {}
+    tick = [*graph.op_tick.tolist(), graph.ticks]
+    made_at = graph.op_tick[graph.value_op].tolist()
+    intervals: list[list[Interval]] = [[] for _ in range(graph.n_values)]
+    for row, value in enumerate(graph.saved.tolist()):
+        there = Interval(made_at[value], graph.ticks)
+        intervals[value].append(there)
+        if choice.dropped[row]:
+            leaves, back = tick[cover.begin[row]], choice.outcome.back.get(row)
+            intervals[value] = [there._replace(end=leaves, exit=Exit.DROP)]
+            if back is not None:
+                intervals[value].append(Interval(tick[back], graph.ticks))
+        elif choice.swapped[row]:
+            copies_back = tick[copy_back[row]]
+            leaves = min(tick[min(spans[row].begin, graph.n_ops)], copies_back)
+            intervals[value] = [
+                Interval(made_at[value], leaves, Exit.SWAP, copies_back),
+                Interval(tick[need[row]], graph.ticks),
+            ]
+    return Plan.of(
+        intervals,
+        weights=weights,
+        predicted_seconds=choice.outcome.seconds,
+        predicted_peak_bytes=int(budget_bytes + choice.outcome.excess.max(initial=-budget_bytes)),
+    )

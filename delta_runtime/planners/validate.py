@@ -1,0 +1,298 @@
+"""The judge of plans: walks a step op by op under a plan, and says what it takes, or why it cannot work.
+
+A naive interpreter, slower than any planner and simpler than all of them. It shares no line with their own
+evaluation, so what both agree on was derived twice. Covers every `Plan` on every `StepGraph`. Does not
+cover whether another plan is better.
+
+Note: the account
+  1. At each op live bytes are those of the ordinary step, its watermark included, less what is away.
+  2. Autograd asks for a value between two ops. That, and what is rebuilt for it, is charged to the first of
+     the two. A rebuild holds more for a moment: what it passes through, and the workspace of its ops. As
+     much of that as the second op asks for anyway, by its watermark, is not charged again.
+  3. Copies go through one lane in each direction, one after the other. A copy out starts when forward has
+     read the value for the last time. The step waits for a copy that is late.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from delta_runtime.core.events import Exit
+from delta_runtime.core.plan import NEVER, Interval, Plan
+from delta_runtime.core.step_graph import Floats, StepGraph
+from delta_runtime.core.transfer import Links
+
+
+class InvalidPlan(ValueError):
+    """A plan that cannot be carried out on its graph; the text says which value, where, and why."""
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """What a step takes under a plan.
+
+    Args:
+        live_bytes: highest live bytes at each op.
+        rebuild_s: seconds of the ops that run again.
+        stall_s: seconds that the step waits for copies.
+    """
+
+    live_bytes: Floats
+    rebuild_s: float
+    stall_s: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest live bytes of the step."""
+        return int(self.live_bytes.max(initial=0))
+
+
+def validate(plan: Plan, graph: StepGraph, links: Links | None = None) -> Verdict:
+    """Carry a plan out on paper.
+
+    Args:
+        plan: what is judged.
+        graph: the recorded step that it is for.
+        links: speed of the lanes; None where the plan may not copy.
+
+    Raises:
+        InvalidPlan: the plan is not well formed, or a value is not there when it is asked for.
+    """
+    lanes = links if links and links.out_bytes_per_s > 0 and links.in_bytes_per_s > 0 else None
+    return _Walk(graph, _intervals_of(plan, graph, copies=lanes is not None), lanes).run()
+
+
+def _intervals_of(plan: Plan, graph: StepGraph, *, copies: bool) -> dict[int, list[Interval]]:
+    """The intervals of each saved value, checked for all that is wrong without walking the step."""
+    columns = (plan.begins, plan.ends, plan.exits, plan.copy_back_at)
+    offsets = plan.interval_offsets.tolist()
+    if len(offsets) != graph.n_values + 1 or [offsets[0], offsets[-1]] != [0, len(plan.begins)]:
+        raise InvalidPlan("the intervals are not those of the values of this graph")
+    if len({len(column) for column in columns}) != 1 or offsets != sorted(offsets):
+        raise InvalidPlan("the columns do not fit each other")
+    saved = set(graph.saved.tolist())
+    found = dict(enumerate(plan.intervals()))
+    for value, intervals in found.items():
+        if value in saved:
+            _check(value, intervals, graph, copies=copies)
+        elif intervals:
+            raise InvalidPlan(f"value {value}: it is not saved, so nothing holds it")
+    return {value: found[value] for value in sorted(saved)}
+
+
+def _check(value: int, intervals: list[Interval], graph: StepGraph, *, copies: bool) -> None:
+    ticks = {*graph.op_tick.tolist(), graph.ticks}
+    made_at = int(graph.op_tick[graph.value_op[value]])
+
+    def refuse(why: str) -> None:
+        raise InvalidPlan(f"value {value}: {why}")
+
+    if not intervals or intervals[0].begin != made_at:
+        refuse(f"its first interval does not begin at {made_at}, when it is made")
+    for number, (begin, end, exit_, back_at) in enumerate(intervals):
+        is_last = number == len(intervals) - 1
+        next_begin = graph.ticks if is_last else intervals[number + 1].begin
+        by_copy = exit_ == Exit.SWAP and not is_last
+        if not {begin, end} <= ticks or not begin <= end <= next_begin:
+            refuse(f"[{begin}, {end}) is out of order, or no op has these ticks")
+        if exit_ not in set(Exit) or (exit_ == Exit.STAYS and not (is_last and end == graph.ticks)):
+            refuse(f"the gap from {end} has no way back")
+        if exit_ == Exit.DROP and not graph.value_repeats[value]:
+            refuse("it is dropped, but its op does not make it again bit for bit")
+        if exit_ == Exit.SWAP and not copies:
+            refuse("it is swapped, but there is no lane")
+        if by_copy and not (back_at in ticks and end <= back_at <= next_begin):
+            refuse(f"its copy back starts at {back_at}, outside of the gap from {end}")
+        if not by_copy and back_at != NEVER:
+            refuse(f"a copy back starts at {back_at}, but none went out")
+
+
+class _Walk:
+    """A step that goes on under a plan: what is there, both lanes, and the clock."""
+
+    def __init__(
+        self, graph: StepGraph, intervals: dict[int, list[Interval]], links: Links | None
+    ) -> None:
+        self.graph, self.intervals, self.links = graph, intervals, links
+        self.there: set[int] = set()
+        self.copied_s: dict[int, float] = {}  # when the copy out of a value is done
+        self.arrives_s: dict[int, float] = {}  # when its copy back is
+        self.out_free_s = self.in_free_s = 0.0
+        self.clock_s = self.rebuild_s = self.stall_s = 0.0
+
+    def run(self) -> Verdict:
+        graph = self.graph
+        live = np.zeros(graph.n_ops)
+        asked: dict[int, list[int]] = {op: [] for op in range(-1, graph.n_ops)}
+        for row, value in enumerate(graph.saved.tolist()):
+            for tick in graph.uses[graph.use_offsets[row] : graph.use_offsets[row + 1]].tolist():
+                asked[sum(at <= tick for at in graph.op_tick.tolist()) - 1].append(value)
+        for op in range(graph.n_ops):
+            tick = int(graph.op_tick[op])
+            self._leave(op, tick)
+            self.clock_s += max(float(np.nan_to_num(graph.op_seconds[op])), 0.0)
+            begins = self._arrive(tick)
+            held = max([0.0, *(self._bring(value, op, tick) for value in [*asked[op], *begins])])
+            away = sum(
+                int(graph.value_bytes[value])
+                for row, value in enumerate(graph.saved.tolist())
+                if graph.value_op[value] <= op and not self._takes_room(value, tick)
+                if tick <= graph.released_at[row]
+            )
+            live[op] = graph.op_ordinary_bytes[op] + graph.op_watermark_bytes[op] - away
+            live[op] += max(held - graph.op_watermark_bytes[min(op + 1, graph.n_ops - 1)], 0)
+        return Verdict(live, self.rebuild_s, self.stall_s)
+
+    def _wait_until(self, then_s: float) -> None:
+        self.stall_s += max(then_s - self.clock_s, 0.0)
+        self.clock_s = max(then_s, self.clock_s)
+
+    def _takes_room(self, value: int, tick: int) -> bool:
+        since = None
+        for begin, end, _, copy_back_at in self.intervals[value]:
+            if (begin if since is None or since == NEVER else since) <= tick < end:
+                return True
+            since = copy_back_at
+        return False
+
+    def _leave(self, op: int, tick: int) -> None:
+        """Before an op: what is made begins, copies start in both directions, and values leave."""
+        for row, value in enumerate(self.graph.saved.tolist()):
+            if self.graph.value_op[value] == op:
+                self.there.add(value)
+            for begin, end, exit_, copy_back_at in self.intervals[value]:
+                if exit_ == Exit.SWAP and value not in self.copied_s:
+                    if op >= self._idle_from(row, value, begin, end):
+                        self.out_free_s = self._copy(value, self.out_free_s, out=True)
+                        self.copied_s[value] = self.out_free_s
+                if end == tick:
+                    self.there.discard(value)
+                    if exit_ == Exit.SWAP:
+                        self._wait_until(self.copied_s.get(value, self.clock_s))
+                if copy_back_at == tick:
+                    self.in_free_s = self._copy(value, self.in_free_s, out=False)
+                    self.arrives_s[value] = self.in_free_s
+
+    def _idle_from(self, row: int, value: int, begin: int, end: int) -> int:
+        """The op from which nobody reads a value any more before an interval of it ends."""
+        graph = self.graph
+        last = int(graph.value_op[value])
+        for op in range(graph.n_ops):
+            if not begin <= graph.op_tick[op] < end:
+                continue
+            if graph.op_tick[op] <= graph.saved_at[row] or op <= last:
+                last = max(last, op)
+            if not graph.op_backward[op] and value in graph.inputs_of(op).tolist():
+                last = op
+            if graph.op_tick[op] < graph.alone_at[row]:
+                last = op
+        return last + 1
+
+    def _copy(self, value: int, free_s: float, *, out: bool) -> float:
+        """When a copy is done that starts now, or as soon as its lane is free."""
+        assert self.links is not None
+        speed = self.links.out_bytes_per_s if out else self.links.in_bytes_per_s
+        if not out:
+            free_s = max(free_s, self.copied_s.get(value, 0.0))
+        return max(self.clock_s, free_s) + float(self.graph.value_bytes[value]) / speed
+
+    def _arrive(self, tick: int) -> list[int]:
+        """Waits for the copies that are needed now; says which values are to be rebuilt now."""
+        begins = []
+        for value, intervals in self.intervals.items():
+            for before, interval in itertools.pairwise(intervals):
+                if interval.begin == tick and before.exit == Exit.SWAP:
+                    self._wait_until(self.arrives_s[value])
+                    self.there.add(value)
+                elif interval.begin == tick:
+                    begins.append(value)
+        return sorted(begins)
+
+    def _bring(self, value: int, op: int, tick: int) -> float:
+        """Rebuilds a value, and what it is rebuilt from, as far as that is not there.
+
+        Returns:
+            Bytes that this holds for a moment, beside what is there afterwards.
+        """
+        if self._is_there(value, op):
+            return 0.0
+        if not self._stays(value, op):
+            raise InvalidPlan(f"value {value} is asked for behind op {op}, and is not there")
+        chains: dict[int, set[int]] = {}  # ops of each value that is rebuilt
+        sources: dict[int, set[int]] = {}  # saved values that it is rebuilt from
+        todo = [value]
+        while todo:
+            made = todo.pop()
+            if made not in chains:
+                if not self.graph.value_repeats[made] or self._left_by(made, tick) == Exit.SWAP:
+                    raise InvalidPlan(f"value {made} is read behind op {op}, and cannot be rebuilt")
+                chains[made], sources[made] = self._chain(made)
+                todo += [each for each in sources[made] if not self._is_there(each, op)]
+        most = passing = 0.0
+        for made in sorted(chains):
+            self.rebuild_s += self._seconds(chains[made])
+            self.clock_s += self._seconds(chains[made])
+            most = max(most, passing + self._workspace(made, chains[made]))
+            if self._stays(made, op):
+                self.there.add(made)
+            else:
+                passing += float(self.graph.value_bytes[made])
+                most = max(most, passing)
+            for each in chains:
+                readers = [reader for reader in chains if each in sources[reader]]
+                if max(readers, default=each) == made and not self._stays(each, op):
+                    passing -= float(self.graph.value_bytes[each])
+        return most
+
+    def _is_there(self, value: int, op: int) -> bool:
+        return value in self.there and not self._is_let_go(value, op)
+
+    def _stays(self, value: int, op: int) -> bool:
+        tick = self.graph.op_tick[op]
+        in_interval = any(each.begin <= tick < each.end for each in self.intervals[value])
+        return in_interval and not self._is_let_go(value, op)
+
+    def _is_let_go(self, value: int, op: int) -> bool:
+        """Whether nobody holds a value before the op begins that is charged."""
+        released_at = self.graph.released_at[self.graph.saved.tolist().index(value)]
+        return op > 0 and bool(released_at < self.graph.op_tick[op - 1])
+
+    def _left_by(self, value: int, tick: int) -> int:
+        """How a value left the last time."""
+        exits = [each.exit for each in self.intervals[value] if each.end <= tick]
+        return exits[-1] if exits else Exit.STAYS
+
+    def _chain(self, value: int) -> tuple[set[int], set[int]]:
+        """The ops that make a value again from saved ones, and these."""
+        ops: set[int] = set()
+        sources: set[int] = set()
+        todo = [int(self.graph.value_op[value])]
+        while todo:
+            op = todo.pop()
+            ops.add(op)
+            for read in self.graph.inputs_of(op).tolist():
+                if read in self.intervals:
+                    sources.add(read)
+                elif not self.graph.value_repeats[read]:
+                    raise InvalidPlan(f"value {value}: rebuilt from {read}, which does not repeat")
+                elif self.graph.value_op[read] not in ops:
+                    todo.append(int(self.graph.value_op[read]))
+        return ops, sources - {value}
+
+    def _seconds(self, ops: set[int]) -> float:
+        return sum(float(self.graph.rerun_seconds[op]) for op in ops)
+
+    def _workspace(self, value: int, ops: set[int]) -> float:
+        """What making a value holds beside it: all else that the ops make, and the largest workspace."""
+        graph = self.graph
+        made = dict.fromkeys(ops, 0)
+        for each in range(graph.n_values):
+            if graph.value_op[each] in ops:
+                made[int(graph.value_op[each])] += int(graph.value_bytes[each])
+        workspaces = [
+            max(int(graph.op_watermark_bytes[op]) - bytes_, 0) for op, bytes_ in made.items()
+        ]
+        return float(sum(made.values()) - int(graph.value_bytes[value]) + max(workspaces))

@@ -1,0 +1,135 @@
+"""Plans as the session carries them out: what it obeys, and what it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from delta_runtime.act.plans import follow
+from delta_runtime.core.events import Exit
+from delta_runtime.core.plan import Interval, Plan
+from delta_runtime.core.step_graph import StepGraph
+from delta_runtime.extension import _C
+from tests.support.step_graphs import TINY
+
+CHAIN = TINY["chain"]
+
+
+class Session:
+    """Takes the plans that cross to the extension."""
+
+    def __init__(self) -> None:
+        self.plans: list[_C.Plan] = []
+
+    def set_plans(self, plans: list[_C.Plan]) -> None:
+        self.plans = plans
+
+
+def crossing(intervals: list[Interval], graph: StepGraph = CHAIN) -> list[_C.Plan]:
+    """A plan that moves one value of the graph, in the extension's form."""
+    plan = Plan.moving_nothing(graph)
+    every = [intervals if value == 1 else kept for value, kept in enumerate(plan.intervals())]
+    session = Session()
+    moved = Plan.of(every, weights=plan.weights, predicted_seconds=0.0, predicted_peak_bytes=0)
+    follow(session, [(graph, moved)])
+    return session.plans
+
+
+@pytest.mark.parametrize(
+    "intervals",
+    [
+        [Interval(1, 17)],
+        [Interval(1, 3, Exit.DROP)],
+        [Interval(1, 3, Exit.DROP), Interval(13, 17)],
+        [Interval(1, 4, Exit.SWAP, 9), Interval(13, 17)],
+    ],
+)
+def test_a_plan_that_moves_each_value_once_is_taken(intervals):
+    (plan,) = crossing(intervals)
+    assert isinstance(plan, _C.Plan)
+
+
+@pytest.mark.parametrize(
+    ("intervals", "told"),
+    [
+        (
+            [Interval(1, 3, Exit.DROP), Interval(9, 11, Exit.DROP), Interval(13, 17)],
+            "moves value 1 out of device memory 2 times",
+        ),
+        (
+            [Interval(1, 3, Exit.DROP), Interval(9, 11, Exit.SWAP)],
+            "moves value 1 once more after it came back",
+        ),
+        ([Interval(1, 3, 5), Interval(9, 17)], "has the exit 5 for value 1"),
+    ],
+)
+def test_a_plan_that_cannot_be_carried_out_is_refused(intervals, told):
+    with pytest.raises(ValueError, match=told):
+        crossing(intervals)
+
+
+@pytest.mark.parametrize(
+    ("column", "told"),
+    [
+        ("weights", "weights for 8 values"),
+        ("use_offsets", "uses do not fit"),
+        ("uses", "uses do not fit"),
+        ("interval_offsets", "intervals do not fit"),
+        ("begins", "intervals do not fit"),
+        ("exits", "different lengths"),
+        ("copy_back_at", "different lengths"),
+    ],
+)
+def test_columns_that_do_not_fit_each_other_are_refused(column, told):
+    plan = Plan.moving_nothing(CHAIN)
+    columns = {
+        "fingerprints": CHAIN.value_fingerprint,
+        "weights": plan.weights,
+        "use_offsets": CHAIN.use_offsets,
+        "uses": CHAIN.uses,
+        "interval_offsets": plan.interval_offsets,
+        "begins": plan.begins,
+        "exits": plan.exits,
+        "copy_back_at": plan.copy_back_at,
+    }
+    _C.Plan(**columns)
+    with pytest.raises(ValueError, match=told):
+        _C.Plan(**{**columns, column: columns[column][:-1]})
+
+
+@pytest.mark.parametrize("weights", [np.ones(8, np.float32), np.ones((8, 1)), np.ones(16)[::2]])
+def test_a_column_of_another_layout_is_refused(weights):
+    plan = Plan.moving_nothing(CHAIN)
+    with pytest.raises(ValueError, match="one contiguous row of numbers of 8 bytes"):
+        _C.Plan(
+            fingerprints=CHAIN.value_fingerprint,
+            weights=weights,
+            use_offsets=CHAIN.use_offsets,
+            uses=CHAIN.uses,
+            interval_offsets=plan.interval_offsets,
+            begins=plan.begins,
+            exits=plan.exits,
+            copy_back_at=plan.copy_back_at,
+        )
+
+
+def test_offsets_that_go_down_are_refused():
+    plan = Plan.moving_nothing(CHAIN)
+    offsets = plan.interval_offsets.copy()
+    offsets[3], offsets[4] = offsets[4], offsets[3]
+    with pytest.raises(ValueError, match="go down at value 3"):
+        _C.Plan(
+            fingerprints=CHAIN.value_fingerprint,
+            weights=plan.weights,
+            use_offsets=CHAIN.use_offsets,
+            uses=CHAIN.uses,
+            interval_offsets=offsets,
+            begins=plan.begins,
+            exits=plan.exits,
+            copy_back_at=plan.copy_back_at,
+        )
+
+
+def test_a_plan_takes_its_columns_by_name_alone():
+    with pytest.raises(TypeError):
+        _C.Plan(*[np.zeros(1, np.int64)] * 8)

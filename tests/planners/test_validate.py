@@ -1,0 +1,239 @@
+"""The judge of plans: it agrees with the planners' own evaluation, and refuses plans that cannot work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from delta_runtime.core.events import Exit
+from delta_runtime.core.plan import NEVER, Interval, Plan
+from delta_runtime.core.recipes import recipes_of
+from delta_runtime.core.step_graph import StepGraph
+from delta_runtime.core.transfer import Links
+from delta_runtime.planners.evaluate import Rehearsal
+from delta_runtime.planners.greedy_drops import Cover
+from delta_runtime.planners.plan_of_choice import plan_of
+from delta_runtime.planners.repair import Choice
+from delta_runtime.planners.transfer_schedule import LaneTimes
+from delta_runtime.planners.validate import InvalidPlan, Verdict, validate
+from tests.support.recorded_steps import WORKLOADS, recorded
+from tests.support.step_graphs import MIB, TINY, Op, step_graph
+
+LANE = Links(1e9, 1e9)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> StepGraph:
+    ops: list[Op] = []
+    values = 0
+    for _ in range(draw(st.integers(3, 10))):
+        known = st.integers(0, values - 1) if values else st.nothing()
+        reads = tuple(draw(st.lists(known, max_size=3 if values else 0, unique=True)))
+        makes = tuple(draw(st.lists(st.integers(1, 40), min_size=1, max_size=3)))
+        around = [*reads, *range(values, values + len(makes))]
+        ops.append(
+            Op(
+                reads,
+                makes,
+                tuple(draw(st.lists(st.sampled_from(around), max_size=3, unique=True))),
+                seconds=draw(st.integers(1, 9)) / 100,
+                workspace_bytes=draw(st.integers(0, 40)),
+                repeats=draw(st.integers(0, 9)) > 0,
+                asked=draw(st.integers(0, 4)) > 0,
+            )
+        )
+        values += len(makes)
+    return step_graph(ops, persistent_bytes=draw(st.integers(0, 100)))
+
+
+def chosen(graph: StepGraph, dropped: list[bool], again: list[bool]) -> tuple[Choice, Plan]:
+    """A choice of what is dropped, played; and the plan that tells it."""
+    cover = Cover(graph, 0, recipes_of(graph))
+    rehearsal = Rehearsal(cover)
+    n = len(graph.saved)
+    drops = np.array(dropped[:n]) & cover.droppable
+    twice = np.array(again[:n]) & drops
+    none = np.zeros(n, bool)
+    choice = Choice(drops, twice, none, rehearsal.play(drops, twice))
+    return choice, plan_of(cover, rehearsal, choice)
+
+
+masks = st.lists(st.booleans(), min_size=30, max_size=30)
+
+
+@settings(max_examples=300, deadline=None)
+@given(graphs(), masks, masks)
+def test_evaluation_and_judge_agree_at_each_op(graph, dropped, again):
+    if not len(graph.saved):
+        return
+    choice, plan = chosen(graph, dropped, again)
+    verdict = validate(plan, graph)
+    np.testing.assert_allclose(verdict.live_bytes, choice.outcome.excess, atol=1e-6)
+    assert verdict.rebuild_s == pytest.approx(choice.outcome.seconds)
+    assert verdict.stall_s == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(graphs(), masks, masks, st.sampled_from([1e2, 1e3, 1e5]))
+def test_with_lanes_the_judge_is_never_above_the_evaluation(graph, dropped, swapped, speed):
+    """A copy back that waits for room is away for longer than the evaluation counts on."""
+    if not len(graph.saved):
+        return
+    cover = Cover(graph, 0, recipes_of(graph))
+    links = Links(speed, speed)
+    rehearsal = Rehearsal(cover, LaneTimes(cover, links))
+    n = len(graph.saved)
+    drops = np.array(dropped[:n]) & cover.droppable
+    swaps = np.array(swapped[:n]) & ~drops & (cover.own_need > cover.begin)
+    none = np.zeros(n, bool)
+    choice = Choice(drops, none, swaps, rehearsal.play(drops, none, swaps))
+    verdict = validate(plan_of(cover, rehearsal, choice), graph, links)
+    assert (verdict.live_bytes <= choice.outcome.excess + 1e-6).all()
+    assert verdict.rebuild_s <= choice.outcome.seconds + 1e-9
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_they_agree_on_recorded_steps(name):
+    graph = recorded(name)
+    rng = np.random.default_rng(0)
+    dropped, again = rng.random((2, len(graph.saved))) < 0.4
+    choice, plan = chosen(graph, dropped.tolist(), again.tolist())
+    verdict = validate(plan, graph)
+    np.testing.assert_allclose(verdict.live_bytes, choice.outcome.excess, atol=1e-3)
+    assert verdict.rebuild_s == pytest.approx(choice.outcome.seconds)
+
+
+# ---------------------------------------------------------------- what a chain comes to, by hand
+
+CHAIN = TINY[
+    "chain"
+]  # eight values of 8 MiB, made at ticks 0 to 7; value v is asked for at tick 14 - v
+TICKS = CHAIN.ticks
+
+
+def planned(changes: dict[int, list[Interval]]) -> Plan:
+    """The plan that keeps all of the chain, but for these values."""
+    plan = Plan.moving_nothing(CHAIN)
+    intervals = [changes.get(value, kept) for value, kept in enumerate(plan.intervals())]
+    return Plan.of(intervals, weights=plan.weights, predicted_seconds=0.0, predicted_peak_bytes=0)
+
+
+def judged(changes: dict[int, list[Interval]], links: Links | None = LANE) -> Verdict:
+    return validate(planned(changes), CHAIN, links)
+
+
+DROP = [Interval(1, 3, Exit.DROP), Interval(13, TICKS)]
+SWAP = [Interval(1, 4, Exit.SWAP, 9), Interval(13, TICKS)]
+
+
+def test_what_stays_takes_what_an_ordinary_step_takes():
+    verdict = judged({})
+    assert (verdict.peak_bytes, verdict.rebuild_s, verdict.stall_s) == (CHAIN.peak_bytes, 0, 0)
+
+
+def test_a_drop_takes_its_op_once_more_and_its_bytes_off():
+    verdict = judged({1: DROP})
+    ordinary = CHAIN.op_ordinary_bytes + CHAIN.op_watermark_bytes
+    away = [tick for tick in range(len(ordinary)) if verdict.live_bytes[tick] < ordinary[tick]]
+    assert away == list(range(3, 13))
+    assert verdict.rebuild_s == pytest.approx(1e-2)
+
+
+def test_what_a_dropped_value_is_rebuilt_from_is_passed_through_if_it_has_no_interval():
+    both = {
+        1: [Interval(1, 3, Exit.DROP), Interval(13, TICKS)],
+        2: [Interval(2, 4, Exit.DROP), Interval(12, TICKS)],
+    }
+    verdict = judged(both)
+    assert verdict.rebuild_s == pytest.approx(3e-2)  # value 1 twice: for value 2, and for itself
+    assert verdict.live_bytes[12] == CHAIN.op_ordinary_bytes[12] - 8 * MIB + 8 * MIB
+    early = {**both, 1: [Interval(1, 3, Exit.DROP), Interval(12, TICKS)]}
+    assert judged(early).rebuild_s == pytest.approx(2e-2)
+
+
+def test_a_copy_takes_room_from_when_it_starts_and_the_step_waits_for_a_late_one():
+    verdict = judged({1: SWAP})
+    ordinary = CHAIN.op_ordinary_bytes + CHAIN.op_watermark_bytes
+    away = [tick for tick in range(len(ordinary)) if verdict.live_bytes[tick] < ordinary[tick]]
+    assert away == [4, 5, 6, 7, 8]
+    assert verdict.stall_s == 0 and verdict.rebuild_s == 0
+    # 8 MiB take 8.4 s a way: a copy out has 1e-2 s (one op) until it is waited for, one back four ops.
+    slow = judged({1: SWAP}, Links(1e6, 1e6))
+    assert slow.stall_s == pytest.approx(2 * 8 * MIB / 1e6 - 1e-2 - 5e-2, abs=1e-6)
+
+
+# ---------------------------------------------------------------- plans that cannot work
+
+CORRUPT = {
+    "an interval that ends before it begins": {1: [Interval(1, 3, Exit.DROP), Interval(13, 12)]},
+    "an interval before the value is made": {1: [Interval(0, TICKS)]},
+    "an interval that begins after the value is made": {1: [Interval(2, TICKS)]},
+    "intervals out of order": {1: [Interval(1, 13, Exit.DROP), Interval(3, TICKS)]},
+    "a tick that no op has": {1: [Interval(1, 3, Exit.DROP), Interval(13, TICKS + 5)]},
+    "a value that is missing": {1: []},
+    "a value that never comes back": {1: [Interval(1, 3, Exit.DROP)]},
+    "a value that comes back too late": {1: [Interval(1, 3, Exit.DROP), Interval(14, TICKS)]},
+    "a gap without a way back": {1: [Interval(1, 3, Exit.STAYS), Interval(13, TICKS)]},
+    "a last interval that ends for no reason": {1: [Interval(1, 3)]},
+    "an exit that does not exist": {1: [Interval(1, 3, 7), Interval(13, TICKS)]},
+    "a copy that does not start": {1: [Interval(1, 3, Exit.SWAP), Interval(13, TICKS)]},
+    "a copy back before the value has left": {
+        1: [Interval(1, 5, Exit.SWAP, 4), Interval(13, TICKS)]
+    },
+    "a copy back after it is needed": {1: [Interval(1, 5, Exit.SWAP, 14), Interval(13, TICKS)]},
+    "a copy back of what was dropped": {1: [Interval(1, 3, Exit.DROP, 9), Interval(13, TICKS)]},
+    "a rebuild from what is in a tier below": {
+        1: [Interval(1, 4, Exit.SWAP, 13), Interval(13, TICKS)],
+        2: [Interval(2, 5, Exit.DROP), Interval(12, TICKS)],
+    },
+}
+
+
+@pytest.mark.parametrize("changes", CORRUPT.values(), ids=CORRUPT)
+def test_a_corrupted_plan_is_refused(changes):
+    with pytest.raises(InvalidPlan):
+        judged(changes)
+
+
+def test_the_refusal_names_the_value():
+    with pytest.raises(InvalidPlan, match="value 1"):
+        judged({1: [Interval(1, 3, Exit.DROP), Interval(14, TICKS)]})
+
+
+def test_a_swap_without_lanes_is_refused():
+    judged({1: SWAP})
+    for links in (None, Links()):
+        with pytest.raises(InvalidPlan, match="lane"):
+            judged({1: SWAP}, links)
+
+
+def test_what_does_not_repeat_is_not_dropped():
+    graph = TINY["what does not repeat"]
+    intervals = Plan.moving_nothing(graph).intervals()
+    intervals[1] = [Interval(1, 3, Exit.DROP), Interval(5, graph.ticks)]
+    plan = Plan.of(intervals, weights=np.ones(4), predicted_seconds=0, predicted_peak_bytes=0)
+    with pytest.raises(InvalidPlan, match="bit for bit"):
+        validate(plan, graph)
+
+
+@pytest.mark.parametrize("name", ["begins", "ends", "exits", "copy_back_at", "interval_offsets"])
+def test_columns_that_do_not_fit_are_refused(name):
+    plan = planned({})
+    with pytest.raises(InvalidPlan):
+        validate(replace(plan, **{name: getattr(plan, name)[:-1]}), CHAIN)
+
+
+def test_a_value_that_is_not_saved_has_no_interval():
+    graph = TINY["residual"]  # its third value is not saved
+    intervals = Plan.moving_nothing(graph).intervals()
+    intervals[2] = [Interval(2, graph.ticks)]
+    plan = Plan.of(
+        intervals, weights=np.ones(len(intervals)), predicted_seconds=0, predicted_peak_bytes=0
+    )
+    with pytest.raises(InvalidPlan, match="not saved"):
+        validate(plan, graph)
+    assert plan.copy_back_at.max() == NEVER
