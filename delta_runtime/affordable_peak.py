@@ -50,7 +50,7 @@ def _bearable_s(ordinary_s: float, n_ops: int) -> float:
     return max(_LEAST_MORE * ordinary_s, MOST_MORE * ordinary_s - OBSERVING_S * n_ops)
 
 
-class Relief:
+class AffordablePeak:
     """The search for one graph: by halves, from above, as plans that fit are made quickly.
 
     Args:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from delta_runtime.affordable_peak import MOST_WORK, Relief, affordable_s, bearable_s
+from delta_runtime.affordable_peak import MOST_WORK, AffordablePeak, affordable_s, bearable_s
 from delta_runtime.core.events import Bounds
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import StepGraph
@@ -115,7 +115,7 @@ class _Known:
     seen_bytes: int = 0  # its peak
     searched: bool = False  # `plan` is the final plan
     plan_s: float = 0.0  # that it took to make it
-    relief: Relief | None = None
+    relief: AffordablePeak | None = None
     costs: list[StepCost] = field(default_factory=list)  # of the last steps that kept to its relief
     budget_bytes: int = 0  # that `plan` was made for
     links: Links | None = None  # that it was made with
@@ -177,7 +177,7 @@ class _Known:
             self.watch_steps *= 2
 
 
-class KnownSteps:
+class PlanCache:
     """Remembers the graphs of the latest steps.
 
     Args:
@@ -459,7 +459,7 @@ class KnownSteps:
                 return
             bounds = self._bounds_of(known)
             lower_bytes = bounds.lower_bytes if bounds else 0
-            known.relief = Relief(
+            known.relief = AffordablePeak(
                 max(kept_bytes, lower_bytes),
                 known.graph,
                 self._plan_of_relief,

@@ -55,7 +55,7 @@ from delta_runtime.device import resolve_budget, resolve_device
 from delta_runtime.extension import _C, shielded
 from delta_runtime.online.ledger import Ledger, LedgerError
 from delta_runtime.online.policies import Policy, Stress, get_policy
-from delta_runtime.plan_cache import DIFFERS_BYTES, KnownSteps, StepCost
+from delta_runtime.plan_cache import DIFFERS_BYTES, PlanCache, StepCost
 from delta_runtime.planning_time import PlanningTime
 from delta_runtime.record.step_log import drain_events, read_step_graph
 from delta_runtime.report.step_report import StepReport, StepTotals, TierUse
@@ -222,8 +222,8 @@ class Runtime:
         self._trace = Trace(config.trace) if config.trace else None
         self._session.set_tracing(self._trace is not None)
 
-    def _new_known(self) -> KnownSteps:
-        return KnownSteps(
+    def _new_known(self) -> PlanCache:
+        return PlanCache(
             plans=self.policy.plans,
             drops=Residency.DROPPED in self.policy.evicts_to,
             swaps=self._swaps,

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from delta_runtime.affordable_peak import MOST_MORE, Relief, affordable_s, bearable_s
+from delta_runtime.affordable_peak import MOST_MORE, AffordablePeak, affordable_s, bearable_s
 from delta_runtime.core.events import Exit
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import StepGraph
@@ -18,7 +18,7 @@ from delta_runtime.plan_cache import (
     STEPS_TO_SETTLE,
     TRIAL_STEPS,
     WATCH_STEPS,
-    KnownSteps,
+    PlanCache,
     StepCost,
 )
 from delta_runtime.planners import joint_heuristic
@@ -37,19 +37,19 @@ def slower(graph: StepGraph, by: float) -> StepGraph:
     return dataclasses.replace(graph, op_seconds=graph.op_seconds * by)
 
 
-def learn(known: KnownSteps, graph: StepGraph = GRAPH, share: float = 0.5) -> None:
+def learn(known: PlanCache, graph: StepGraph = GRAPH, share: float = 0.5) -> None:
     known.learn(graph, int(share * GRAPH.peak_bytes), LINKS)
 
 
-def calibrated(graph: StepGraph = GRAPH, **what: bool) -> KnownSteps:
-    known = KnownSteps(**{"plans": True, "drops": True, "swaps": True} | what)
+def calibrated(graph: StepGraph = GRAPH, **what: bool) -> PlanCache:
+    known = PlanCache(**{"plans": True, "drops": True, "swaps": True} | what)
     for _ in range(CALIBRATION_STEPS):
         assert not known.judge(0.0, LONG_S)  # not the final plan yet
         learn(known, graph)
     return known
 
 
-def recorded_again(graph: StepGraph = GRAPH) -> KnownSteps:
+def recorded_again(graph: StepGraph = GRAPH) -> PlanCache:
     """A graph whose plan waited, and that was recorded once more for that."""
     known = calibrated(graph)
     assert not judge(known, 0.01, 1000.0)
@@ -60,17 +60,17 @@ def recorded_again(graph: StepGraph = GRAPH) -> KnownSteps:
     return known
 
 
-def swapped_bytes(known: KnownSteps) -> int:
+def swapped_bytes(known: PlanCache) -> int:
     assert known.plan is not None
     return int(GRAPH.value_bytes[known.plan.first_exits() == Exit.SWAP].sum())
 
 
-def exits(known: KnownSteps) -> list[int]:
+def exits(known: PlanCache) -> list[int]:
     assert known.plan is not None
     return known.plan.first_exits().tolist()
 
 
-def judge(known: KnownSteps, rebuild_s: float, wait_s: float) -> bool:
+def judge(known: PlanCache, rebuild_s: float, wait_s: float) -> bool:
     """What one trial comes to; the least of its steps counts."""
     for _ in range(TRIAL_STEPS - 1):
         assert not known.judge(rebuild_s + 1.0, wait_s + 1.0)
@@ -197,7 +197,7 @@ def test_a_plan_in_place_stays_unless_each_step_waits(steps):
             assert known.settled and known.plan is plan and not known.wants_log(missed=False)
 
 
-def settled_on_a_plan_that_waits() -> tuple[KnownSteps, float]:
+def settled_on_a_plan_that_waits() -> tuple[PlanCache, float]:
     known = recorded_again()
     waits = [0.02, 0.01, 0.03, 0.04]
     assert 1 + len(waits) == MOST_TRIALS
@@ -270,7 +270,7 @@ def test_a_second_graph_while_one_is_recorded_again_leaves_it_the_measured_plan(
 
 
 def test_the_whole_of_a_forward_alone_is_looked_for_but_not_for_ever():
-    known = KnownSteps(plans=True, drops=True, swaps=True)
+    known = PlanCache(plans=True, drops=True, swaps=True)
     forward = dataclasses.replace(
         GRAPH, uses=GRAPH.uses[:0], use_offsets=np.zeros_like(GRAPH.use_offsets)
     )
@@ -293,7 +293,7 @@ def test_the_whole_of_a_forward_alone_is_looked_for_but_not_for_ever():
 
 
 def test_trials_end_within_the_steps_that_are_said():
-    known = KnownSteps(plans=True, drops=True, swaps=True)
+    known = PlanCache(plans=True, drops=True, swaps=True)
     for _ in range(STEPS_TO_SETTLE):
         assert not known.settled
         if known.wants_log(missed=False):
@@ -332,7 +332,7 @@ def test_a_second_graph_ends_the_trials_with_the_best_of_them():
 
 def test_the_same_values_saved_by_other_ops_are_another_graph():
     """Accumulating gradients adds ops: each of two kinds of steps in turns has its own record."""
-    known = KnownSteps(plans=True, drops=True, swaps=True)
+    known = PlanCache(plans=True, drops=True, swaps=True)
     accumulating = dataclasses.replace(GRAPH, op_name=(*GRAPH.op_name[:-1], "add_"))
     for _ in range(CALIBRATION_STEPS):
         assert known.wants_log(missed=False)
@@ -358,7 +358,7 @@ def cost(graph: StepGraph, peak_bytes: int, rebuild_s: float) -> StepCost:
 @pytest.mark.parametrize("dear", [False, True])
 def test_a_budget_below_the_least_one_that_is_met_is_given_up_where_it_is_dear(dear: bool):
     budget_bytes = bounds_of(GRAPH).least_bytes - MIB
-    known = KnownSteps(plans=True, yields=True)
+    known = PlanCache(plans=True, yields=True)
     step = cost(GRAPH, budget_bytes, (0.6 if dear else 0.1) * GRAPH.seconds)
     known.saw(step)
     known.learn(GRAPH, budget_bytes)
@@ -374,14 +374,14 @@ def test_a_budget_below_the_least_one_that_is_met_is_given_up_where_it_is_dear(d
 
 def test_a_dear_budget_above_the_least_one_is_kept():
     budget_bytes = bounds_of(GRAPH).least_bytes
-    known = KnownSteps(plans=True, yields=True)
+    known = PlanCache(plans=True, yields=True)
     known.saw(cost(GRAPH, budget_bytes, 2.0 * GRAPH.seconds))
     known.learn(GRAPH, budget_bytes)
     assert not known.yielded
 
 
 def test_graphs_that_never_come_again_are_neither_planned_for_nor_always_logged():
-    known = KnownSteps(plans=True, yields=True)
+    known = PlanCache(plans=True, yields=True)
     budget_bytes = GRAPH.peak_bytes // 2
     graphs = [dataclasses.replace(GRAPH, fingerprint=100 + i) for i in range(8)]
     for i, graph in enumerate(graphs[:5]):
@@ -402,7 +402,7 @@ def test_graphs_that_never_come_again_are_neither_planned_for_nor_always_logged(
 
 
 def test_steps_of_unknown_graphs_that_are_dear_raise_what_is_kept():
-    known = KnownSteps(plans=True, yields=True)
+    known = PlanCache(plans=True, yields=True)
     budget_bytes = bounds_of(GRAPH).lower_bytes
     for i in range(6):
         graph = dataclasses.replace(GRAPH, fingerprint=100 + i)
@@ -420,7 +420,7 @@ def test_a_relief_holds_for_as_long_as_what_persists_does():
     """An optimizer's state comes after the first step, and a record without it names bounds that are too low."""
     budget_bytes = bounds_of(GRAPH).least_bytes - MIB
     later = chain([8 * MIB] * 12, [1e-2] * 12, persistent_bytes=16 * MIB)
-    known = KnownSteps(plans=True, yields=True)
+    known = PlanCache(plans=True, yields=True)
     step = cost(GRAPH, 2 * budget_bytes, 0.0)
     known.saw(step)
     known.learn(GRAPH, budget_bytes)
@@ -449,7 +449,7 @@ def test_what_observing_takes_leaves_less_for_recomputing():
 def test_recomputing_outside_of_a_step_is_no_reason_to_give_more_up():
     """Backward on another thread may recompute for longer than the step takes that it is counted in."""
     budget_bytes = bounds_of(GRAPH).least_bytes - MIB
-    known = KnownSteps(plans=True, yields=True)
+    known = PlanCache(plans=True, yields=True)
     step = cost(GRAPH, budget_bytes, 0.6 * GRAPH.seconds)
     for _ in range(2):
         known.saw(step)
@@ -473,7 +473,7 @@ def test_what_was_too_dear_is_given_up_in_one_go(times: float, share: float):
         return joint_heuristic.plan(graph, budget_bytes)
 
     kept_bytes = GRAPH.peak_bytes // 2
-    relief = Relief(kept_bytes, GRAPH, make_plan, hopeless=True, share=0.0)
+    relief = AffordablePeak(kept_bytes, GRAPH, make_plan, hopeless=True, share=0.0)
     relief.too_dear(GRAPH, PlanningTime(), times)
     left_bytes = GRAPH.peak_bytes - kept_bytes
     assert relief.peak_bytes == pytest.approx(kept_bytes + share * left_bytes, abs=2)

@@ -28,14 +28,14 @@ class Recipes:
 
 
 def recipes_of(graph: StepGraph) -> Recipes:
-    page_of = np.full(graph.n_values, -1, dtype=np.int64)
-    page_of[graph.saved] = np.arange(len(graph.saved))
+    row_of = np.full(graph.n_values, -1, dtype=np.int64)
+    row_of[graph.saved] = np.arange(len(graph.saved))
     ops: list[Ints] = []
     parents: list[Ints] = []
     children: list[list[int]] = [[] for _ in graph.saved]
     repeats: list[bool] = graph.value_repeats.tolist()
     possible = graph.value_repeats[graph.saved]
-    for page, value in enumerate(graph.saved):
+    for row, value in enumerate(graph.saved):
         give_way()
         chain: set[int] = set()
         roots: set[int] = set()
@@ -46,18 +46,18 @@ def recipes_of(graph: StepGraph) -> Recipes:
                 continue
             chain.add(op)
             for source in graph.inputs_of(op):
-                parent = int(page_of[source])
+                parent = int(row_of[source])
                 if parent >= 0:
                     roots.add(parent)
                 else:
                     stack.append(int(graph.value_op[source]))
-                    possible[page] &= repeats[source]
+                    possible[row] &= repeats[source]
             if len(chain) > 4096:
-                possible[page] = False
+                possible[row] = False
                 break
-        roots.discard(page)
+        roots.discard(row)
         ops.append(np.array(sorted(chain), dtype=np.int64))
         parents.append(np.array(sorted(roots), dtype=np.int64))
         for parent in roots:
-            children[parent].append(page)
+            children[parent].append(row)
     return Recipes(ops, parents, children, possible)

@@ -20,7 +20,7 @@ import numpy as np
 from delta_runtime.core.events import Bounds
 from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.step_graph import Floats, Ints, Mask, StepGraph
-from delta_runtime.planners.greedy_drops import Cover
+from delta_runtime.planners.greedy_drops import GreedyCover
 
 _SIZES = 12  # up to which values are kept, that are tried
 _MOST_PLAYS = 200  # of rebuilds, for each of them
@@ -33,7 +33,7 @@ def bounds_of(graph: StepGraph, *, drops: bool = True) -> Bounds:
         graph: the record.
         drops: whether values may be dropped; else they are copied, and nothing is made again.
     """
-    cover = Cover(graph, 0, recipes_of(graph))
+    cover = GreedyCover(graph, 0, recipes_of(graph))
     away = _Away(cover)
     lower, op = _lower_bound(graph, away)
     movable = cover.droppable if drops else cover.own_need > cover.begin
@@ -52,7 +52,7 @@ def bounds_of(graph: StepGraph, *, drops: bool = True) -> Bounds:
 class _Away:
     """How many bytes of saved values may be away at each op, at the most."""
 
-    def __init__(self, cover: Cover) -> None:
+    def __init__(self, cover: GreedyCover) -> None:
         graph = cover.graph
         n = graph.n_ops
         self.begin = np.minimum(cover.begin, n)
@@ -88,21 +88,21 @@ def _lower_bound(graph: StepGraph, away: _Away) -> tuple[int, str]:
     return int(need[worst]), graph.op_name[worst]
 
 
-def _least_budget(cover: Cover, away: _Away, droppable: Mask, *, drops: bool = True) -> int:
+def _least_budget(cover: GreedyCover, away: _Away, droppable: Mask, *, drops: bool = True) -> int:
     """What is live at the most if these values are dropped, and dropped again, whenever it can be."""
     graph, n = cover.graph, cover.graph.n_ops
     bytes_ = cover.bytes
     gone_bytes = _sums(away.begin[droppable], away.gone[droppable], bytes_[droppable], n)
     # Unpacked by a node, and held by it until it ends: at the latest when another one unpacks.
-    page = np.repeat(np.arange(len(graph.saved)), np.diff(graph.use_offsets))
+    row = np.repeat(np.arange(len(graph.saved)), np.diff(graph.use_offsets))
     order = np.argsort(graph.uses, kind="stable")
-    page, tick = page[order], graph.uses[order]
+    row, tick = row[order], graph.uses[order]
     at = np.searchsorted(graph.op_tick, tick, side="right")
     next_unpack = np.append(tick, graph.ticks)[np.searchsorted(tick, tick, side="right")]
-    until = np.minimum(np.searchsorted(graph.op_tick, next_unpack, side="right"), away.gone[page])
+    until = np.minimum(np.searchsorted(graph.op_tick, next_unpack, side="right"), away.gone[row])
     until = np.maximum(until, at)
-    used = droppable[page]
-    held = _sums(at[used], until[used], bytes_[page[used]], n)
+    used = droppable[row]
+    held = _sums(at[used], until[used], bytes_[row[used]], n)
     ordinary = np.append(graph.op_ordinary_bytes, graph.op_ordinary_bytes[-1:])
     watermark = np.append(graph.op_watermark_bytes, 0)
     there = ordinary - gone_bytes
@@ -119,7 +119,7 @@ def _least_budget(cover: Cover, away: _Away, droppable: Mask, *, drops: bool = T
     beside: list[float] = []
     for uses in nodes.values():
         beside.append(float(there[min(int(at[uses[0]]), n)]))
-        asked.append(list(dict.fromkeys(page[uses].tolist())))
+        asked.append(list(dict.fromkeys(row[uses].tolist())))
         heap.append((-(beside[-1] + work.at_most(asked[-1])), len(heap)))
     heapq.heapify(heap)
     while heap and -heap[0][0] > least:
@@ -133,7 +133,7 @@ def _least_budget(cover: Cover, away: _Away, droppable: Mask, *, drops: bool = T
 class _Work:
     """What making saved values again from the sources holds at the most, they themselves included."""
 
-    def __init__(self, cover: Cover, droppable: Mask) -> None:
+    def __init__(self, cover: GreedyCover, droppable: Mask) -> None:
         graph = cover.graph
         n = graph.n_ops
         made_bytes = np.bincount(graph.value_op, weights=graph.value_bytes, minlength=n)
@@ -158,18 +158,18 @@ class _Work:
             for op in range(n)
         ]
 
-    def at_most(self, pages: list[int]) -> float:
+    def at_most(self, rows: list[int]) -> float:
         """A bound of `exactly` that costs nothing."""
-        bytes_ = [self._bytes[self._saved[page]] for page in pages]
+        bytes_ = [self._bytes[self._saved[row]] for row in rows]
         most: float = max(
-            self._prefix[self._op[self._saved[page]]] - own
-            for page, own in zip(pages, bytes_, strict=True)
+            self._prefix[self._op[self._saved[row]]] - own
+            for row, own in zip(rows, bytes_, strict=True)
         )
         return float(sum(bytes_)) + most
 
-    def exactly(self, pages: list[int]) -> float:
+    def exactly(self, rows: list[int]) -> float:
         """What one node asks for, in its order; what comes by the way stays for it."""
-        roots = [self._saved[page] for page in pages]
+        roots = [self._saved[row] for row in rows]
         there: set[int] = set()
         most = 0.0
         for root in roots:

@@ -1,6 +1,6 @@
 """Plays a backward pass with a choice of drops and swaps, and mends the choice where it does not fit.
 
-A value that was rebuilt early may be dropped once more until its own use (`again`), at the cost of a
+A value that was rebuilt early may be dropped once more until its own use (`dropped_twice`), at the cost of a
 second rebuild.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 from delta_runtime.core.interrupts import give_way
 from delta_runtime.core.recipes import Recipes
 from delta_runtime.core.step_graph import Floats, Mask, StepGraph
-from delta_runtime.planners.greedy_drops import Cover
+from delta_runtime.planners.greedy_drops import GreedyCover
 from delta_runtime.planners.transfer_schedule import LaneTimes, Span
 
 _PRICE_OF_LANES = 0.001
@@ -24,7 +24,7 @@ WORK_PER_SECOND = 1_500_000
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class Evaluation:
     """What a choice leads to: seconds of rebuilding, and bytes too much at each op.
 
     Args:
@@ -45,13 +45,13 @@ def _work_bytes(graph: StepGraph, recipes: Recipes) -> list[float]:
     made_bytes = np.bincount(graph.value_op, weights=graph.value_bytes, minlength=graph.n_ops)
     workspace = np.maximum(graph.op_watermark_bytes - made_bytes, 0)
     work = []
-    for page, ops in enumerate(recipes.ops):
-        passing = made_bytes[ops].sum() - graph.value_bytes[graph.saved[page]]
+    for row, ops in enumerate(recipes.ops):
+        passing = made_bytes[ops].sum() - graph.value_bytes[graph.saved[row]]
         work.append(float(passing + workspace[ops].max(initial=0)))
     return work
 
 
-class Rehearsal:
+class Evaluator:
     """Plays backward with a choice, as the runtime would without any further pressure.
 
     Args:
@@ -59,7 +59,7 @@ class Rehearsal:
         lanes: of the same graph; None where nothing can be swapped.
     """
 
-    def __init__(self, cover: Cover, lanes: LaneTimes | None = None) -> None:
+    def __init__(self, cover: GreedyCover, lanes: LaneTimes | None = None) -> None:
         graph = cover.graph
         self.graph = graph
         self.work = 0  # done in all calls of `play`
@@ -73,11 +73,11 @@ class Rehearsal:
         self.parents = [parents.tolist() for parents in cover.recipes.parents]
         self.gone = np.searchsorted(graph.op_tick, graph.released_at, side="right").tolist()
         uses = [
-            (int(at), page)
-            for page in range(len(graph.saved))
+            (int(at), row)
+            for row in range(len(graph.saved))
             for at in np.searchsorted(
                 graph.op_tick,
-                graph.uses[graph.use_offsets[page] : graph.use_offsets[page + 1]],
+                graph.uses[graph.use_offsets[row] : graph.use_offsets[row + 1]],
                 side="right",
             )
             - 1
@@ -100,12 +100,14 @@ class Rehearsal:
         assert self.lanes is not None
         return self.lanes.spans(np.flatnonzero(swapped).tolist(), self.needs(dropped))
 
-    def play(self, dropped: Mask, again: Mask, swapped: Mask | None = None) -> Outcome:
+    def evaluate(
+        self, dropped: Mask, dropped_twice: Mask, swapped: Mask | None = None
+    ) -> Evaluation:
         """What happens with a choice.
 
         Args:
             dropped: what is dropped.
-            again: which of them once more when rebuilt early.
+            dropped_twice: which of them once more when rebuilt early.
             swapped: what is swapped; none of it is dropped.
         """
         give_way()
@@ -115,22 +117,22 @@ class Rehearsal:
         extra: dict[int, float] = {}
         back: dict[int, int] = {}
         resident = (~dropped).tolist()
-        once_more = again.tolist()
-        for page in np.flatnonzero(dropped).tolist():
-            away[self.begin[page]] += self.bytes[page]
+        once_more = dropped_twice.tolist()
+        for row in np.flatnonzero(dropped).tolist():
+            away[self.begin[row]] += self.bytes[row]
         seconds = 0.0
         if swapped is not None and self.lanes is not None and swapped.any():
             spans = self.spans(dropped, swapped)
             self.work += 2 * len(spans) + int(dropped.sum())
-            for page, span in spans.items():
-                seconds += _PRICE_OF_LANES * (self.lanes.out_s[page] + self.lanes.in_s[page])
+            for row, span in spans.items():
+                seconds += _PRICE_OF_LANES * (self.lanes.out_s[row] + self.lanes.in_s[row])
                 if span.begin < span.end:
-                    away[span.begin] += self.bytes[page]
-                    away[span.end] -= self.bytes[page]
-        for at, page in self.uses:
-            if resident[page] and self.gone[page] >= at:
+                    away[span.begin] += self.bytes[row]
+                    away[span.end] -= self.bytes[row]
+        for at, row in self.uses:
+            if resident[row] and self.gone[row] >= at:
                 continue
-            todo, stack = {page}, [page]
+            todo, stack = {row}, [row]
             while stack:
                 for parent in self.parents[stack.pop()]:
                     there = resident[parent] and self.gone[parent] >= at
@@ -146,7 +148,7 @@ class Rehearsal:
             for made in order:
                 seconds += self.seconds[made]
                 most = max(most, passing + self.work_bytes[made])
-                if made != page and (
+                if made != row and (
                     (once_more[made] and self.own_need[made] > at) or self.gone[made] < at
                 ):
                     passing += self.bytes[made]
@@ -158,9 +160,9 @@ class Rehearsal:
                     away[back[made]] -= self.bytes[made]
                 passing -= sum(ends.pop(made, ()))
             extra[at] = max(extra.get(at, 0.0), most)
-        for page in np.flatnonzero(dropped).tolist():
-            if page not in back:  # away until the program lets go of it
-                away[max(self.gone[page], self.begin[page])] -= self.bytes[page]
+        for row in np.flatnonzero(dropped).tolist():
+            if row not in back:  # away until the program lets go of it
+                away[max(self.gone[row], self.begin[row])] -= self.bytes[row]
         excess = self.base - np.cumsum(away)[:-1]
         if extra:
             # Rebuilding happens before the op: beside what is live then, but not beside the op's own needs.
@@ -168,4 +170,4 @@ class Rehearsal:
             need = np.fromiter(extra.values(), dtype=np.float64)
             own = self.graph.op_watermark_bytes[np.minimum(at_ops + 1, n_ops - 1)]
             np.maximum.at(excess, at_ops, excess[at_ops] + np.maximum(need - own, 0))
-        return Outcome(seconds, excess, back)
+        return Evaluation(seconds, excess, back)

@@ -31,7 +31,7 @@ def _last_forward_read(graph: StepGraph) -> Ints:
     return last
 
 
-class Cover:
+class GreedyCover:
     """The state of the greedy choice: what is dropped, from when to when, and what is still too much.
 
     Args:
@@ -62,8 +62,8 @@ class Cover:
         asked_at = np.searchsorted(graph.op_tick, graph.first_use, side="right") - 1
         self.own_need = np.minimum(asked_at, np.maximum(gone, self.begin))
         self.need = self.own_need.copy()
-        self.planned = np.zeros(len(graph.saved), dtype=bool)
-        self.work = 0  # gains computed, in units of `Rehearsal.work`
+        self.dropped = np.zeros(len(graph.saved), dtype=bool)
+        self.work = 0  # gains computed, in units of `Evaluator.work`
         self.run_op = np.zeros(graph.n_ops, dtype=np.int64)  # planned recipes that run each op
         self.excess = (graph.op_ordinary_bytes + graph.op_watermark_bytes - budget_bytes).astype(
             np.float64
@@ -81,25 +81,25 @@ class Cover:
         np.add.at(most, self.own_need[away], -self.bytes[away])
         self.excess -= np.maximum(self.excess - np.cumsum(most)[:-1], 0)
 
-    def marginal_seconds(self, page: int) -> float:
-        ops = self.recipes.ops[page]
+    def marginal_seconds(self, row: int) -> float:
+        ops = self.recipes.ops[row]
         return float(self.graph.rerun_seconds[ops[self.run_op[ops] == 0]].sum())
 
-    def changes(self, page: int) -> tuple[dict[int, int], list[tuple[int, int, float]]]:
-        """What dropping a page would do: the needs that move, and the spans of bytes that change."""
-        need = int(self.own_need[page])
-        for child in self.recipes.children[page]:
-            if self.planned[child]:
+    def changes(self, row: int) -> tuple[dict[int, int], list[tuple[int, int, float]]]:
+        """What dropping a value would do: the needs that move, and the spans of bytes that change."""
+        need = int(self.own_need[row])
+        for child in self.recipes.children[row]:
+            if self.dropped[child]:
                 need = min(need, int(self.need[child]))
-        needs = {page: need}
+        needs = {row: need}
         spans = []
-        if need > self.begin[page]:
-            spans.append((int(self.begin[page]), need, -float(self.bytes[page])))
-        stack = [page]
+        if need > self.begin[row]:
+            spans.append((int(self.begin[row]), need, -float(self.bytes[row])))
+        stack = [row]
         while stack:
             child = stack.pop()
             for parent in self.recipes.parents[child].tolist():
-                if not self.planned[parent]:
+                if not self.dropped[parent]:
                     continue
                 before = needs.get(parent, int(self.need[parent]))
                 if before > needs[child]:
@@ -110,11 +110,11 @@ class Cover:
                     stack.append(parent)
         return needs, spans
 
-    def gain(self, page: int) -> float:
-        """By how many byte-ops dropping the page lessens the excess."""
+    def gain(self, row: int) -> float:
+        """By how many byte-ops dropping the value lessens the excess."""
         give_way()
         self.work += _WORK_OF_A_GAIN
-        _, spans = self.changes(page)
+        _, spans = self.changes(row)
         if not spans:
             return 0.0
         low = min(span[0] for span in spans)
@@ -125,18 +125,18 @@ class Cover:
             after[begin - low : end - low] += change
         return float(np.maximum(window, 0).sum() - np.maximum(after, 0).sum())
 
-    def add(self, page: int) -> None:
-        needs, spans = self.changes(page)
+    def add(self, row: int) -> None:
+        needs, spans = self.changes(row)
         for begin, end, change in spans:
             self.excess[begin:end] += change
         for moved, need in needs.items():
             self.need[moved] = need
-        self.planned[page] = True
-        self.run_op[self.recipes.ops[page]] += 1
+        self.dropped[row] = True
+        self.run_op[self.recipes.ops[row]] += 1
 
 
-def choose(cover: Cover) -> None:
-    """Takes the page with the least seconds per covered byte-op until nothing is too much.
+def choose(cover: GreedyCover) -> None:
+    """Takes the value with the least seconds per covered byte-op until nothing is too much.
 
     Lazy: scores only get worse as the excess shrinks (nearly: an op that another recipe runs anyway
     gets cheaper), so the best stale score is looked at again before it is believed.
@@ -145,19 +145,19 @@ def choose(cover: Cover) -> None:
     while added and cover.excess.max(initial=0) > 0:
         added = False
         heap: list[tuple[float, int]] = []
-        for page in np.flatnonzero(cover.droppable & ~cover.planned).tolist():
-            gain = cover.gain(page)
+        for row in np.flatnonzero(cover.droppable & ~cover.dropped).tolist():
+            gain = cover.gain(row)
             if gain > 0:
-                heap.append(((cover.marginal_seconds(page) + EPSILON_S) / gain, page))
+                heap.append(((cover.marginal_seconds(row) + EPSILON_S) / gain, row))
         heapq.heapify(heap)
         while heap and cover.excess.max(initial=0) > 0:
-            stale, page = heapq.heappop(heap)
-            gain = cover.gain(page)
+            stale, row = heapq.heappop(heap)
+            gain = cover.gain(row)
             if gain <= 0:
                 continue  # for now: another choice may make it worth while, in the next round
-            score = (cover.marginal_seconds(page) + EPSILON_S) / gain
+            score = (cover.marginal_seconds(row) + EPSILON_S) / gain
             if heap and score > heap[0][0] and score > stale:
-                heapq.heappush(heap, (score, page))
+                heapq.heappush(heap, (score, row))
                 continue
-            cover.add(page)
+            cover.add(row)
             added = True

@@ -25,10 +25,10 @@ from delta_runtime.core.plan import Plan
 from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.step_graph import Mask, StepGraph
 from delta_runtime.core.transfer import Links
-from delta_runtime.planners.evaluate import WORK_PER_SECOND, Rehearsal
-from delta_runtime.planners.greedy_drops import Cover, choose
+from delta_runtime.planners.evaluate import WORK_PER_SECOND, Evaluator
+from delta_runtime.planners.greedy_drops import GreedyCover, choose
 from delta_runtime.planners.plan_of_choice import plan_of
-from delta_runtime.planners.repair import Choice, mend
+from delta_runtime.planners.repair import Evictions, repair
 from delta_runtime.planners.swap_search import only_swaps, swap_instead, swap_more
 from delta_runtime.planners.transfer_schedule import LaneTimes
 
@@ -38,7 +38,7 @@ _TO_FIT = 500_000  # at least, to look for a choice that fits where the first on
 MOST_EFFORT = 8_000_000
 """Units of work of the longest search."""
 _MOST_IN_VAIN = 40  # attempts in a row that found nothing better
-_SLACK = 1.1  # a choice that takes so much longer than the best before `mend` ends is given up
+_SLACK = 1.1  # a choice that takes so much longer than the best before `repair` ends is given up
 
 
 def plan(
@@ -67,77 +67,79 @@ def plan(
         The plan; its peak is above the budget where none was found that fits.
     """
     recipes = recipes_of(graph)
-    cover = Cover(graph, budget_bytes, recipes)
+    cover = GreedyCover(graph, budget_bytes, recipes)
     known = links is not None and links.out_bytes_per_s > 0 and links.in_bytes_per_s > 0
     lanes = LaneTimes(cover, links) if links is not None and known else None
-    rehearsal = Rehearsal(cover, lanes)
+    evaluator = Evaluator(cover, lanes)
     if not drops:
-        return _plan_swaps(cover, rehearsal)
+        return _plan_swaps(cover, evaluator)
     none = np.zeros(len(graph.saved), dtype=bool)
 
-    def attempt(kept: Set[int], most_seconds: float = float("inf")) -> Choice | None:
-        cover = Cover(graph, budget_bytes, recipes, kept)
+    def attempt(kept: Set[int], most_seconds: float = float("inf")) -> Evictions | None:
+        cover = GreedyCover(graph, budget_bytes, recipes, kept)
         choose(cover)
-        rehearsal.work += cover.work
+        evaluator.work += cover.work
         most = int(min(_TO_MEND, most_work))
-        return mend(rehearsal, cover, none, most_work=most, most_seconds=most_seconds)
+        return repair(evaluator, cover, none, most_work=most, most_seconds=most_seconds)
 
     first = attempt(frozenset())
     assert first is not None  # nothing was asked of its seconds
     choice = first
-    work = int(effort * first.outcome.seconds * WORK_PER_SECOND)
-    if first.outcome.area > 0:
+    work = int(effort * first.evaluation.seconds * WORK_PER_SECOND)
+    if first.evaluation.area > 0:
         work = max(work, _TO_FIT)
-    last = rehearsal.work + int(min(work, MOST_EFFORT, most_work))
+    last = evaluator.work + int(min(work, MOST_EFFORT, most_work))
     kept: set[int] = set()
     tried: set[int] = set()
     in_vain = 0
-    while rehearsal.work < last and in_vain < _MOST_IN_VAIN:
-        fits = choice.outcome.area <= 0
-        page = _to_keep(cover, choice.dropped, tried, only_parents=fits)
-        if page is None:
+    while evaluator.work < last and in_vain < _MOST_IN_VAIN:
+        fits = choice.evaluation.area <= 0
+        row = _to_keep(cover, choice.dropped, tried, only_parents=fits)
+        if row is None:
             break
-        tried.add(page)
+        tried.add(row)
         in_vain += 1
-        most_seconds = choice.outcome.seconds * _SLACK if fits else float("inf")
-        other = attempt(kept | {page}, most_seconds)
+        most_seconds = choice.evaluation.seconds * _SLACK if fits else float("inf")
+        other = attempt(kept | {row}, most_seconds)
         if other is not None and other.better_than(choice):
             choice = other
-            kept.add(page)
+            kept.add(row)
             tried = set(kept)
             in_vain = 0
-    swaps: Choice | None = None
+    swaps: Evictions | None = None
     if lanes is not None:
         most = int(min(_TO_EXCHANGE if effort else _TO_EXCHANGE // 8, most_work))
         for improve in (swap_instead, swap_more, swap_instead):
-            choice = improve(rehearsal, choice, most_work=most)
+            choice = improve(evaluator, choice, most_work=most)
         # Move by move, from a choice that drops, is not the only way to one that swaps it all.
-        swaps = only_swaps(rehearsal, Choice(none, none, none, rehearsal.play(none, none)))
+        swaps = only_swaps(evaluator, Evictions(none, none, none, evaluator.evaluate(none, none)))
         if swaps.better_than(choice):
             choice = swaps
-    higher = choice.outcome.excess.max(initial=0) > first.outcome.excess.max(initial=0)
-    if choice.outcome.area > 0 and (higher or not choice.swapped.any()):
+    higher = choice.evaluation.excess.max(initial=0) > first.evaluation.excess.max(initial=0)
+    if choice.evaluation.area > 0 and (higher or not choice.swapped.any()):
         # Nothing fits, by this account. It errs towards too much (watermarks are the highest seen),
         # and what drops the most is not what leaves the victim queue the most to choose from.
         choice = first
-    return plan_of(cover, rehearsal, choice, by_next_use=choice is swaps)
+    return plan_of(cover, evaluator, choice, by_next_use=choice is swaps)
 
 
-def _plan_swaps(cover: Cover, rehearsal: Rehearsal) -> Plan:
+def _plan_swaps(cover: GreedyCover, evaluator: Evaluator) -> Plan:
     """The plan that only swaps; nothing is planned before the lanes are known."""
     none = np.zeros(len(cover.bytes), dtype=bool)
-    choice = Choice(none, none, none, rehearsal.play(none, none))
-    if rehearsal.lanes is not None:
-        choice = only_swaps(rehearsal, choice)
-    return plan_of(cover, rehearsal, choice, by_next_use=True)
+    choice = Evictions(none, none, none, evaluator.evaluate(none, none))
+    if evaluator.lanes is not None:
+        choice = only_swaps(evaluator, choice)
+    return plan_of(cover, evaluator, choice, by_next_use=True)
 
 
-def _to_keep(cover: Cover, dropped: Mask, tried: Set[int], *, only_parents: bool) -> int | None:
+def _to_keep(
+    cover: GreedyCover, dropped: Mask, tried: Set[int], *, only_parents: bool
+) -> int | None:
     """The largest dropped value that was not tried yet, those first that dropped ones are rebuilt from."""
     found = [
-        (bool(dropped[cover.recipes.children[page]].any()), float(cover.bytes[page]), -page)
-        for page in np.flatnonzero(dropped).tolist()
-        if page not in tried
+        (bool(dropped[cover.recipes.children[row]].any()), float(cover.bytes[row]), -row)
+        for row in np.flatnonzero(dropped).tolist()
+        if row not in tried
     ]
     best = max(found, default=None)
     if best is None or (only_parents and not best[0]):

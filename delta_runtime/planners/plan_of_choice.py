@@ -9,30 +9,30 @@ import numpy as np
 
 from delta_runtime.core.events import Exit
 from delta_runtime.core.plan import Interval, Plan
-from delta_runtime.planners.evaluate import Rehearsal
-from delta_runtime.planners.greedy_drops import Cover
-from delta_runtime.planners.repair import Choice
+from delta_runtime.planners.evaluate import Evaluator
+from delta_runtime.planners.greedy_drops import GreedyCover
+from delta_runtime.planners.repair import Evictions
 from delta_runtime.planners.swap_search import prefetch_ops
 
 
 def plan_of(
-    cover: Cover, rehearsal: Rehearsal, choice: Choice, *, by_next_use: bool = False
+    cover: GreedyCover, evaluator: Evaluator, choice: Evictions, *, by_next_use: bool = False
 ) -> Plan:
     """Turn a choice of drops and swaps into a plan.
 
     Args:
         cover: of the graph and the budget.
-        rehearsal: of the same.
-        choice: with what it leads to, by that rehearsal.
+        evaluator: of the same.
+        choice: with what it leads to, by that evaluator.
         by_next_use: whether the farthest next use goes first, rather than the fewest seconds a byte.
     """
     graph, budget_bytes = cover.graph, cover.budget_bytes
-    ratio = np.array(rehearsal.seconds) / np.maximum(graph.saved_bytes, 1)
+    ratio = np.array(evaluator.seconds) / np.maximum(graph.saved_bytes, 1)
     weights = np.full(graph.n_values, np.inf)
     weights[graph.saved] = 1.0 if by_next_use else ratio
-    copy_back = prefetch_ops(rehearsal, choice) if choice.swapped.any() else {}
-    need = rehearsal.needs(choice.dropped)
-    spans = rehearsal.spans(choice.dropped, choice.swapped) if copy_back else {}
+    copy_back = prefetch_ops(evaluator, choice) if choice.swapped.any() else {}
+    need = evaluator.needs(choice.dropped)
+    spans = evaluator.spans(choice.dropped, choice.swapped) if copy_back else {}
     tick = [*graph.op_tick.tolist(), graph.ticks]
     made_at = graph.op_tick[graph.value_op].tolist()
     intervals: list[list[Interval]] = [[] for _ in range(graph.n_values)]
@@ -40,7 +40,7 @@ def plan_of(
         there = Interval(made_at[value], graph.ticks)
         intervals[value].append(there)
         if choice.dropped[row]:
-            leaves, back = tick[cover.begin[row]], choice.outcome.back.get(row)
+            leaves, back = tick[cover.begin[row]], choice.evaluation.back.get(row)
             intervals[value] = [there._replace(end=leaves, exit=Exit.DROP)]
             if back is not None:
                 intervals[value].append(Interval(tick[back], graph.ticks))
@@ -54,6 +54,8 @@ def plan_of(
     return Plan.of(
         intervals,
         weights=weights,
-        predicted_seconds=choice.outcome.seconds,
-        predicted_peak_bytes=int(budget_bytes + choice.outcome.excess.max(initial=-budget_bytes)),
+        predicted_seconds=choice.evaluation.seconds,
+        predicted_peak_bytes=int(
+            budget_bytes + choice.evaluation.excess.max(initial=-budget_bytes)
+        ),
     )

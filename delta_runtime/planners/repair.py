@@ -7,44 +7,44 @@ from dataclasses import dataclass
 import numpy as np
 
 from delta_runtime.core.step_graph import Mask
-from delta_runtime.planners.evaluate import Outcome, Rehearsal
-from delta_runtime.planners.greedy_drops import EPSILON_S, Cover
+from delta_runtime.planners.evaluate import Evaluation, Evaluator
+from delta_runtime.planners.greedy_drops import EPSILON_S, GreedyCover
 
 
 @dataclass(eq=False)
-class Choice:
+class Evictions:
     """Which saved values are dropped, which of them twice, and what that leads to.
 
     Args:
         dropped: rows of `graph.saved` that are to be dropped.
-        again: which of them are to be dropped once more when they were rebuilt early.
+        dropped_twice: which of them are to be dropped once more when they were rebuilt early.
         swapped: rows that are to be swapped.
-        outcome: of `Rehearsal.play`.
+        evaluation: of `Evaluator.play`.
     """
 
     dropped: Mask
-    again: Mask
+    dropped_twice: Mask
     swapped: Mask
-    outcome: Outcome
+    evaluation: Evaluation
 
-    def better_than(self, other: Choice) -> bool:
+    def better_than(self, other: Evictions) -> bool:
         """Fits better or, where both fit equally well, takes less time."""
-        mine, its = self.outcome, other.outcome
+        mine, its = self.evaluation, other.evaluation
         return (mine.area, mine.seconds) < (its.area, its.seconds)
 
 
-def mend(
-    rehearsal: Rehearsal,
-    cover: Cover,
+def repair(
+    evaluator: Evaluator,
+    cover: GreedyCover,
     swapped: Mask,
     *,
     most_work: int,
     most_seconds: float = float("inf"),
-) -> Choice | None:
+) -> Evictions | None:
     """Turn the cover's choice into one that fits, as far as one is found.
 
     Args:
-        rehearsal: of the cover's graph and budget.
+        evaluator: of the cover's graph and budget.
         cover: what is chosen so far, and what may be dropped.
         swapped: what is swapped, and stays so.
         most_work: after so much of it in either direction, the choice is taken as it is.
@@ -53,76 +53,80 @@ def mend(
     Returns:
         The choice; None where it would take longer than `most_seconds`.
     """
-    dropped = cover.planned.copy()
-    again = np.zeros(len(dropped), dtype=bool)
-    choice = Choice(dropped, again, swapped, rehearsal.play(dropped, again, swapped))
-    _add_until_it_fits(rehearsal, cover, choice, rehearsal.work + most_work, most_seconds)
-    if choice.outcome.seconds > most_seconds:
+    dropped = cover.dropped.copy()
+    dropped_twice = np.zeros(len(dropped), dtype=bool)
+    choice = Evictions(
+        dropped, dropped_twice, swapped, evaluator.evaluate(dropped, dropped_twice, swapped)
+    )
+    _add_until_it_fits(evaluator, cover, choice, evaluator.work + most_work, most_seconds)
+    if choice.evaluation.seconds > most_seconds:
         return None
-    take_back(rehearsal, choice, rehearsal.work + most_work)
+    take_back(evaluator, choice, evaluator.work + most_work)
     return choice
 
 
 def _add_until_it_fits(
-    rehearsal: Rehearsal, cover: Cover, choice: Choice, most_work: int, most_seconds: float
+    evaluator: Evaluator, cover: GreedyCover, choice: Evictions, most_work: int, most_seconds: float
 ) -> None:
-    """Adds drops, and second drops, where the rehearsal is still over the budget."""
-    dropped, again = choice.dropped, choice.again
-    tried_in_vain = beyond_help(cover, dropped, again)
-    while rehearsal.work < most_work and choice.outcome.seconds <= most_seconds:
-        rehearsal.work += len(tried_in_vain) // 8 + 20
-        best = choice.outcome
+    """Adds drops, and second drops, where the evaluator is still over the budget."""
+    dropped, dropped_twice = choice.dropped, choice.dropped_twice
+    tried_in_vain = beyond_help(cover, dropped, dropped_twice)
+    while evaluator.work < most_work and choice.evaluation.seconds <= most_seconds:
+        evaluator.work += len(tried_in_vain) // 8 + 20
+        best = choice.evaluation
         open_excess = np.where(tried_in_vain, 0, best.excess)
         worst = int(np.argmax(open_excess))
         if open_excess[worst] <= 0:
             break
         spanning = (cover.begin <= worst) & (cover.own_need > worst) & cover.droppable
-        moves = [(page, False) for page in np.flatnonzero(spanning & ~dropped).tolist()]
-        moves += [(page, True) for page in np.flatnonzero(spanning & dropped & ~again).tolist()]
-        found: tuple[float, int, bool, Outcome] | None = None
-        for page, second in moves:
-            if rehearsal.work >= most_work:
+        moves = [(row, False) for row in np.flatnonzero(spanning & ~dropped).tolist()]
+        moves += [
+            (row, True) for row in np.flatnonzero(spanning & dropped & ~dropped_twice).tolist()
+        ]
+        found: tuple[float, int, bool, Evaluation] | None = None
+        for row, second in moves:
+            if evaluator.work >= most_work:
                 break
-            mask = again if second else dropped
-            mask[page] = True
-            outcome = rehearsal.play(dropped, again, choice.swapped)
-            mask[page] = False
-            gained = best.area - outcome.area
+            mask = dropped_twice if second else dropped
+            mask[row] = True
+            evaluation = evaluator.evaluate(dropped, dropped_twice, choice.swapped)
+            mask[row] = False
+            gained = best.area - evaluation.area
             if gained > 0:
-                score = (max(outcome.seconds - best.seconds, 0) + EPSILON_S) / gained
+                score = (max(evaluation.seconds - best.seconds, 0) + EPSILON_S) / gained
                 if found is None or score < found[0]:
-                    found = (score, page, second, outcome)
+                    found = (score, row, second, evaluation)
         if found is None:
             tried_in_vain[worst] = True
             continue
-        (again if found[2] else dropped)[found[1]] = True
-        choice.outcome = found[3]
-        tried_in_vain = beyond_help(cover, dropped, again)
+        (dropped_twice if found[2] else dropped)[found[1]] = True
+        choice.evaluation = found[3]
+        tried_in_vain = beyond_help(cover, dropped, dropped_twice)
 
 
-def beyond_help(cover: Cover, dropped: Mask, again: Mask) -> Mask:
+def beyond_help(cover: GreedyCover, dropped: Mask, dropped_twice: Mask) -> Mask:
     """The ops at which no further drop makes room; below the lower bound that can be nearly all of a long step."""
-    movable = cover.droppable & ~(dropped & again)
+    movable = cover.droppable & ~(dropped & dropped_twice)
     n_ops = cover.graph.n_ops
     opened = np.bincount(cover.begin[movable], minlength=n_ops + 1)
     closed = np.bincount(cover.own_need[movable], minlength=n_ops + 1)
     return np.asarray(np.cumsum(opened - closed)[:n_ops] == 0)
 
 
-def take_back(rehearsal: Rehearsal, choice: Choice, most_work: int) -> None:
+def take_back(evaluator: Evaluator, choice: Evictions, most_work: int) -> None:
     """Takes back, dearest first, what is not needed for the excess to be as small as it is."""
-    dropped, again = choice.dropped, choice.again
-    order = np.argsort([-seconds for seconds in rehearsal.seconds])
-    for mask in (again, dropped):
-        for page in order.tolist():
-            if rehearsal.work >= most_work:
+    dropped, dropped_twice = choice.dropped, choice.dropped_twice
+    order = np.argsort([-seconds for seconds in evaluator.seconds])
+    for mask in (dropped_twice, dropped):
+        for row in order.tolist():
+            if evaluator.work >= most_work:
                 return
-            if not mask[page] or (mask is dropped and again[page]):
+            if not mask[row] or (mask is dropped and dropped_twice[row]):
                 continue
-            mask[page] = False
-            outcome = rehearsal.play(dropped, again, choice.swapped)
-            best = choice.outcome
-            if outcome.area <= best.area and outcome.seconds <= best.seconds:
-                choice.outcome = outcome
+            mask[row] = False
+            evaluation = evaluator.evaluate(dropped, dropped_twice, choice.swapped)
+            best = choice.evaluation
+            if evaluation.area <= best.area and evaluation.seconds <= best.seconds:
+                choice.evaluation = evaluation
             else:
-                mask[page] = True
+                mask[row] = True

@@ -12,54 +12,60 @@ import heapq
 import numpy as np
 
 from delta_runtime.core.step_graph import Mask
-from delta_runtime.planners.evaluate import Rehearsal
-from delta_runtime.planners.repair import Choice, take_back
+from delta_runtime.planners.evaluate import Evaluator
+from delta_runtime.planners.repair import Evictions, take_back
 
 _LEAST_S = 1e-9
 _SMALL = 100  # a value so many times smaller than the largest is swapped only if it must be
 
 
-def _has_room(rehearsal: Rehearsal, swapped: Mask) -> bool:
+def _has_room(evaluator: Evaluator, swapped: Mask) -> bool:
     """Whether the tier below takes all of that at once."""
-    assert rehearsal.lanes is not None
-    return float(rehearsal.bytes[swapped].sum()) <= rehearsal.lanes.store_bytes
+    assert evaluator.lanes is not None
+    return float(evaluator.bytes[swapped].sum()) <= evaluator.lanes.store_bytes
 
 
-def swap_instead(rehearsal: Rehearsal, choice: Choice, *, most_work: int) -> Choice:
+def swap_instead(evaluator: Evaluator, choice: Evictions, *, most_work: int) -> Evictions:
     """Return a choice that is as good or better, by swapping some of what is dropped.
 
     Args:
-        rehearsal: of the graph and the budget, with lanes.
+        evaluator: of the graph and the budget, with lanes.
         choice: what is dropped; left as it is.
         most_work: units of work after which the search ends.
     """
-    assert rehearsal.lanes is not None
-    last = rehearsal.work + most_work
+    assert evaluator.lanes is not None
+    last = evaluator.work + most_work
     best = choice
-    lane_s = np.array(rehearsal.lanes.in_s)
+    lane_s = np.array(evaluator.lanes.in_s)
 
-    def moved(page: int) -> Choice:
-        dropped, again, swapped = best.dropped.copy(), best.again.copy(), best.swapped.copy()
-        dropped[page] = again[page] = False
-        swapped[page] = True
-        return Choice(dropped, again, swapped, rehearsal.play(dropped, again, swapped))
+    def moved(row: int) -> Evictions:
+        dropped, dropped_twice, swapped = (
+            best.dropped.copy(),
+            best.dropped_twice.copy(),
+            best.swapped.copy(),
+        )
+        dropped[row] = dropped_twice[row] = False
+        swapped[row] = True
+        return Evictions(
+            dropped, dropped_twice, swapped, evaluator.evaluate(dropped, dropped_twice, swapped)
+        )
 
-    def score(other: Choice, page: int) -> float:
-        saved_s = best.outcome.seconds - other.outcome.seconds
-        if not _has_room(rehearsal, other.swapped):
+    def score(other: Evictions, row: int) -> float:
+        saved_s = best.evaluation.seconds - other.evaluation.seconds
+        if not _has_room(evaluator, other.swapped):
             return 0.0
-        if other.outcome.area > best.outcome.area or saved_s <= _LEAST_S:
+        if other.evaluation.area > best.evaluation.area or saved_s <= _LEAST_S:
             return 0.0
-        return saved_s / max(float(lane_s[page]), _LEAST_S)
+        return saved_s / max(float(lane_s[row]), _LEAST_S)
 
     heap = [
-        (-rehearsal.seconds[page] / max(float(lane_s[page]), _LEAST_S), page)
-        for page in np.flatnonzero(best.dropped).tolist()
+        (-evaluator.seconds[row] / max(float(lane_s[row]), _LEAST_S), row)
+        for row in np.flatnonzero(best.dropped).tolist()
     ]
     heapq.heapify(heap)
     waiting: list[tuple[float, int]] = []  # of no use now; perhaps after another move
     gained = False
-    while rehearsal.work < last:
+    while evaluator.work < last:
         if not heap:
             if not gained:
                 break
@@ -67,115 +73,119 @@ def swap_instead(rehearsal: Rehearsal, choice: Choice, *, most_work: int) -> Cho
             heapq.heapify(heap)
             if not heap:
                 break
-        stale, page = heapq.heappop(heap)
-        other = moved(page)
-        now = score(other, page)
+        stale, row = heapq.heappop(heap)
+        other = moved(row)
+        now = score(other, row)
         if now <= 0:
-            waiting.append((stale, page))
+            waiting.append((stale, row))
         elif heap and -now > heap[0][0] and -now > stale:
-            heapq.heappush(heap, (-now, page))
+            heapq.heappush(heap, (-now, row))
         else:
             best, gained = other, True
     return best
 
 
-def swap_more(rehearsal: Rehearsal, choice: Choice, *, most_work: int) -> Choice:
+def swap_more(evaluator: Evaluator, choice: Evictions, *, most_work: int) -> Evictions:
     """Return a choice that is as good or better, by swapping kept values and keeping dropped ones.
 
     Args:
-        rehearsal, choice, most_work: as for `swap_instead`.
+        evaluator, choice, most_work: as for `swap_instead`.
     """
-    last = rehearsal.work + most_work
+    last = evaluator.work + most_work
     best = choice
     kept = np.flatnonzero(~best.dropped & ~best.swapped)
-    for page in sorted(kept.tolist(), key=lambda each: rehearsal.bytes[each], reverse=True):
-        if rehearsal.work >= last or (best.outcome.area <= 0 and not best.dropped.any()):
+    for row in sorted(kept.tolist(), key=lambda each: evaluator.bytes[each], reverse=True):
+        if evaluator.work >= last or (best.evaluation.area <= 0 and not best.dropped.any()):
             break
         swapped = best.swapped.copy()
-        swapped[page] = True
-        if not _has_room(rehearsal, swapped):
+        swapped[row] = True
+        if not _has_room(evaluator, swapped):
             continue
-        other = Choice(
+        other = Evictions(
             best.dropped.copy(),
-            best.again.copy(),
+            best.dropped_twice.copy(),
             swapped,
-            rehearsal.play(best.dropped, best.again, swapped),
+            evaluator.evaluate(best.dropped, best.dropped_twice, swapped),
         )
-        if other.outcome.area > best.outcome.area:
+        if other.evaluation.area > best.evaluation.area:
             continue
-        take_back(rehearsal, other, min(last, rehearsal.work + most_work // 8))
+        take_back(evaluator, other, min(last, evaluator.work + most_work // 8))
         if other.better_than(best):
             best = other
     return best
 
 
-def only_swaps(rehearsal: Rehearsal, nothing: Choice) -> Choice:
+def only_swaps(evaluator: Evaluator, nothing: Evictions) -> Evictions:
     """Choose swaps alone: what was saved first goes first, until the step fits.
 
     Args:
-        rehearsal: of the graph and the budget, with lanes.
+        evaluator: of the graph and the budget, with lanes.
         nothing: the choice that evicts nothing.
 
     Returns:
         The choice. Where the lanes are too slow it has more swaps than they have time for: the step
         will wait for them.
     """
-    dropped, again = nothing.dropped, nothing.again
-    if nothing.outcome.area <= 0:
+    dropped, dropped_twice = nothing.dropped, nothing.dropped_twice
+    if nothing.evaluation.area <= 0:
         return nothing
-    most_bytes = max(rehearsal.bytes, default=0)
-    small = np.array(rehearsal.bytes) * _SMALL < most_bytes
+    most_bytes = max(evaluator.bytes, default=0)
+    small = np.array(evaluator.bytes) * _SMALL < most_bytes
     order = np.argsort(small, kind="stable")  # the large ones, then the small ones, as saved
 
-    def first(count: int) -> Choice:
+    def first(count: int) -> Evictions:
         swapped = np.zeros(len(dropped), dtype=bool)
         swapped[order[:count]] = True
-        return Choice(dropped, again, swapped, rehearsal.play(dropped, again, swapped))
+        return Evictions(
+            dropped, dropped_twice, swapped, evaluator.evaluate(dropped, dropped_twice, swapped)
+        )
 
-    host = np.cumsum(np.array(rehearsal.bytes)[order])
-    assert rehearsal.lanes is not None
-    most = int(np.searchsorted(host, rehearsal.lanes.store_bytes, side="right"))
+    host = np.cumsum(np.array(evaluator.bytes)[order])
+    assert evaluator.lanes is not None
+    most = int(np.searchsorted(host, evaluator.lanes.store_bytes, side="right"))
     too_few, enough = 0, first(most)
-    if enough.outcome.area <= 0:
+    if enough.evaluation.area <= 0:
         while most - too_few > 1:
             middle = (too_few + most) // 2
             other = first(middle)
-            if other.outcome.area <= 0:
+            if other.evaluation.area <= 0:
                 most, enough = middle, other
             else:
                 too_few = middle
         return enough
     # As if the lanes took no time: the step has to wait for them anyway.
-    excess = nothing.outcome.excess.copy()
+    excess = nothing.evaluation.excess.copy()
     swapped = np.zeros(len(dropped), dtype=bool)
-    for page in order.tolist():
-        span = slice(rehearsal.begin[page], rehearsal.own_need[page])
+    for row in order.tolist():
+        span = slice(evaluator.begin[row], evaluator.own_need[row])
         if (excess[span] > 0).any():
-            excess[span] -= rehearsal.bytes[page]
-            swapped[page] = _has_room(rehearsal, swapped | (np.arange(len(swapped)) == page))
-    return Choice(dropped, again, swapped, rehearsal.play(dropped, again, swapped))
+            excess[span] -= evaluator.bytes[row]
+            swapped[row] = _has_room(evaluator, swapped | (np.arange(len(swapped)) == row))
+    return Evictions(
+        dropped, dropped_twice, swapped, evaluator.evaluate(dropped, dropped_twice, swapped)
+    )
 
 
-def prefetch_ops(rehearsal: Rehearsal, choice: Choice) -> dict[int, int]:
+def prefetch_ops(evaluator: Evaluator, choice: Evictions) -> dict[int, int]:
     """Return the op before which each swapped value begins to come back.
 
     As late as the lane allows; where even its earliest moment is too late for that, as soon as there
     is room for it until it is asked for. Room is given out in the order of need.
     """
-    spans = rehearsal.spans(choice.dropped, choice.swapped)
-    need = rehearsal.needs(choice.dropped)
-    excess = choice.outcome.excess.copy()
-    for page, span in spans.items():
+    spans = evaluator.spans(choice.dropped, choice.swapped)
+    need = evaluator.needs(choice.dropped)
+    excess = choice.evaluation.excess.copy()
+    for row, span in spans.items():
         if span.begin < span.end:
-            excess[span.begin : span.end] += rehearsal.bytes[page]
-        excess[rehearsal.begin[page] : need[page]] -= rehearsal.bytes[page]
-    backward = int(np.argmax(rehearsal.graph.op_backward))
+            excess[span.begin : span.end] += evaluator.bytes[row]
+        excess[evaluator.begin[row] : need[row]] -= evaluator.bytes[row]
+    backward = int(np.argmax(evaluator.graph.op_backward))
     ops: dict[int, int] = {}
-    for page in sorted(spans, key=lambda each: need[each]):
-        begin, end = rehearsal.begin[page], need[page]
-        full = np.flatnonzero(excess[begin:end] + rehearsal.bytes[page] > 0)
+    for row in sorted(spans, key=lambda each: need[each]):
+        begin, end = evaluator.begin[row], need[row]
+        full = np.flatnonzero(excess[begin:end] + evaluator.bytes[row] > 0)
         room_from = begin + int(full[-1]) + 1 if len(full) else begin
-        op = max(room_from, min(spans[page].end, end), min(backward, end))
-        excess[op:end] += rehearsal.bytes[page]
-        ops[page] = min(op, len(excess) - 1)
+        op = max(room_from, min(spans[row].end, end), min(backward, end))
+        excess[op:end] += evaluator.bytes[row]
+        ops[row] = min(op, len(excess) - 1)
     return ops

@@ -1,9 +1,9 @@
-"""When swapped pages leave and come back: both lanes, in order, laid over the recorded step.
+"""When swapped values leave and come back: both lanes, in order, laid over the recorded step.
 
-Copies out are queued as forward lets go of pages (what somebody else holds is not copied); a page is
-away from when its copy is done. Copies in are laid backwards from when each page is needed, so that
-every one begins as late as the lane allows and none is late. No page makes the step wait here: where
-a lane is too slow the page is away for a shorter time, or not at all.
+Copies out are queued as forward lets go of values (what somebody else holds is not copied); a value is
+away from when its copy is done. Copies in are laid backwards from when each is needed, so that
+every one begins as late as the lane allows and none is late. No copy makes the step wait here: where
+a lane is too slow the value is away for a shorter time, or not at all.
 
 The clock is that of the recorded ops alone: what rebuilding adds gives the lanes more time than is
 counted here.
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from delta_runtime.core.transfer import Links
-from delta_runtime.planners.greedy_drops import Cover
+from delta_runtime.planners.greedy_drops import GreedyCover
 
 _SPEED_COUNTED_ON = 0.9  # of what the lanes were seen to do
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The ops during which a swapped page is away: first and one past the last. Empty: it never is."""
+    """The ops during which a swapped value is away: first and one past the last. Empty: it never is."""
 
     begin: int
     end: int
@@ -34,11 +34,11 @@ class LaneTimes:
     """The two lanes over one recorded step.
 
     Args:
-        cover: of the graph; its `begin` and `own_need` say when a page is read last and asked for.
+        cover: of the graph; its `begin` and `own_need` say when a value is read last and asked for.
         links: speed of the lanes; both must be known.
     """
 
-    def __init__(self, cover: Cover, links: Links) -> None:
+    def __init__(self, cover: GreedyCover, links: Links) -> None:
         graph = cover.graph
         self.store_bytes = links.store_bytes
         seconds = np.nan_to_num(np.maximum(graph.op_seconds, 0))
@@ -50,29 +50,27 @@ class LaneTimes:
         self._begin = cover.begin.tolist()
         self._clock_s = self._clock.tolist()
 
-    def spans(self, pages: Sequence[int], need: Sequence[int]) -> dict[int, Span]:
-        """Return when each of some swapped pages is away.
+    def spans(self, rows: Sequence[int], need: Sequence[int]) -> dict[int, Span]:
+        """Return when each of some swapped values is away.
 
         Args:
-            pages: rows of `graph.saved`.
+            rows: rows of `graph.saved`.
             need: for every saved value the op behind which it is asked for.
         """
         gone_s: dict[int, float] = {}
         free_s = 0.0
-        for page in sorted(pages, key=self._begin.__getitem__):
-            free_s = max(free_s, self._ready[page]) + self.out_s[page]
-            gone_s[page] = free_s
+        for row in sorted(rows, key=self._begin.__getitem__):
+            free_s = max(free_s, self._ready[row]) + self.out_s[row]
+            gone_s[row] = free_s
         starts: dict[int, float] = {}
         latest_s = float("inf")
-        for page in sorted(pages, key=lambda each: need[each], reverse=True):
-            latest_s = min(latest_s, self._clock_s[need[page] + 1]) - self.in_s[page]
-            starts[page] = latest_s
+        for row in sorted(rows, key=lambda each: need[each], reverse=True):
+            latest_s = min(latest_s, self._clock_s[need[row] + 1]) - self.in_s[row]
+            starts[row] = latest_s
         at = np.array([*gone_s.values()])
         away = np.searchsorted(self._clock, at, side="left").tolist()
-        back = np.searchsorted(
-            self._clock, np.array([starts[page] for page in gone_s]), side="right"
-        )
+        back = np.searchsorted(self._clock, np.array([starts[row] for row in gone_s]), side="right")
         return {
-            page: Span(max(begin, self._begin[page]), end)
-            for page, begin, end in zip(gone_s, away, (back - 1).tolist(), strict=True)
+            row: Span(max(begin, self._begin[row]), end)
+            for row, begin, end in zip(gone_s, away, (back - 1).tolist(), strict=True)
         }

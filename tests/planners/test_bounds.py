@@ -9,7 +9,7 @@ import numpy as np
 from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.planners.bounds import bounds_of
-from delta_runtime.planners.greedy_drops import Cover
+from delta_runtime.planners.greedy_drops import GreedyCover
 from tests.support.step_graphs import chain
 
 MIB = 1024**2
@@ -30,7 +30,7 @@ def test_the_bounds_lie_below_the_ordinary_peak():
 
 def test_what_cannot_be_made_again_is_no_candidate():
     graph = with_a_workspace(GRAPH, 3, 5)
-    droppable = Cover(graph, 0, recipes_of(graph)).droppable
+    droppable = GreedyCover(graph, 0, recipes_of(graph)).droppable
     assert not droppable[[3, 5]].any() and droppable[[2, 4]].all()
 
 

@@ -14,11 +14,11 @@ from delta_runtime.affordable_peak import MOST_WORK
 from delta_runtime.core.events import Exit
 from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.step_graph import StepGraph
-from delta_runtime.plan_cache import CALIBRATION_STEPS, KnownSteps
+from delta_runtime.plan_cache import CALIBRATION_STEPS, PlanCache
 from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.bounds import bounds_of
-from delta_runtime.planners.evaluate import Rehearsal
-from delta_runtime.planners.greedy_drops import Cover
+from delta_runtime.planners.evaluate import Evaluator
+from delta_runtime.planners.greedy_drops import GreedyCover
 from delta_runtime.planners.repair import beyond_help
 from tests.support.step_graphs import chain
 
@@ -27,14 +27,14 @@ MIB = 1024**2
 
 def _best_seconds(graph: StepGraph, budget_bytes: int) -> float:
     """Least seconds of all choices that fit, by trying every one; inf where none does."""
-    rehearsal = Rehearsal(Cover(graph, budget_bytes, recipes_of(graph)))
+    evaluator = Evaluator(GreedyCover(graph, budget_bytes, recipes_of(graph)))
     best = float("inf")
     n = len(graph.saved)
     for states in itertools.product((0, 1, 2), repeat=n):
         state = np.array(states)
-        outcome = rehearsal.play(state > 0, state == 2)
-        if outcome.area <= 0:
-            best = min(best, outcome.seconds)
+        evaluation = evaluator.evaluate(state > 0, state == 2)
+        if evaluation.area <= 0:
+            best = min(best, evaluation.seconds)
     return best
 
 
@@ -135,13 +135,13 @@ def test_the_cost_of_running_again_is_measured_or_guessed_by_name():
         names=["norm", "norm", "matmul", "norm"],
         replay_seconds=[0.02, nan, nan, 0.06],
     )
-    # Of the name "norm", 0.4 s took 0.08 s again: a fifth.
+    # Of the name "norm", 0.4 s took 0.08 s dropped_twice: a fifth.
     assert graph.rerun_seconds[:4] == pytest.approx([0.02, 0.04, 0.4, 0.06])
 
 
 def test_times_of_several_runs_are_merged_and_the_final_plan_stays():
     nan = float("nan")
-    known = KnownSteps(plans=True)
+    known = PlanCache(plans=True)
     first = chain([8 * MIB] * 4, [0.1] * 4, replay_seconds=[nan, 0.05, nan, nan])
     second = chain([8 * MIB] * 4, [0.2, 0.05, 0.1, 0.1], replay_seconds=[0.03, 0.07, nan, nan])
     known.learn(first, 24 * MIB)
@@ -202,12 +202,12 @@ def test_ops_that_no_drop_helps_take_no_time(monkeypatch):
 def test_what_is_beyond_help_has_nothing_to_drop_around_it(instance, data):
     sizes, seconds, share = instance
     graph = chain([size * MIB for size in sizes], [s * 1e-2 for s in seconds])
-    cover = Cover(graph, int(share * graph.peak_bytes), recipes_of(graph))
+    cover = GreedyCover(graph, int(share * graph.peak_bytes), recipes_of(graph))
     masks = st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)).map(np.array)
     dropped = data.draw(masks)
-    again = data.draw(masks) & dropped
-    beyond = beyond_help(cover, dropped, again)
+    dropped_twice = data.draw(masks) & dropped
+    beyond = beyond_help(cover, dropped, dropped_twice)
     assert len(beyond) == graph.n_ops
     for op in range(graph.n_ops):
         spanning = (cover.begin <= op) & (cover.own_need > op) & cover.droppable
-        assert beyond[op] == (not (spanning & ~(dropped & again)).any())
+        assert beyond[op] == (not (spanning & ~(dropped & dropped_twice)).any())

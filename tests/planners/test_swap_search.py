@@ -12,7 +12,7 @@ from delta_runtime.core.plan import Plan
 from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.transfer import Links
 from delta_runtime.planners import joint_heuristic
-from delta_runtime.planners.greedy_drops import Cover
+from delta_runtime.planners.greedy_drops import GreedyCover
 from delta_runtime.planners.transfer_schedule import LaneTimes
 from tests.support.step_graphs import chain
 
@@ -104,29 +104,29 @@ def test_where_swapping_alone_is_free_nothing_is_recomputed(graph, speed, share)
 def test_the_lanes_carry_one_copy_at_a_time_and_in_time(sizes, speed, share):
     """By the clock of the recorded ops: no two copies of a lane overlap, none is late or early."""
     graph = chain([size * MIB for size in sizes], [1e-2] * len(sizes))
-    cover = Cover(graph, int(share * graph.peak_bytes), recipes_of(graph))
+    cover = GreedyCover(graph, int(share * graph.peak_bytes), recipes_of(graph))
     links = lane_speed(speed)
     lanes = LaneTimes(cover, links)
     need = cover.own_need.tolist()
-    pages = list(range(len(graph.saved)))
-    spans = lanes.spans(pages, need)
+    rows = list(range(len(graph.saved)))
+    spans = lanes.spans(rows, need)
     clock = np.concatenate([[0.0], np.cumsum(graph.op_seconds)])
     # Whoever is away was copied out before, once forward had read it last, behind those that were free earlier.
     free_s = 0.0
-    for page in sorted(pages, key=lambda each: cover.begin[each]):
-        out_s = graph.saved_bytes[page] / links.out_bytes_per_s
-        free_s = max(free_s, clock[cover.begin[page]]) + out_s
-        if spans[page].begin < spans[page].end:
-            assert clock[spans[page].begin] >= free_s - 1e-9
+    for row in sorted(rows, key=lambda each: cover.begin[each]):
+        out_s = graph.saved_bytes[row] / links.out_bytes_per_s
+        free_s = max(free_s, clock[cover.begin[row]]) + out_s
+        if spans[row].begin < spans[row].end:
+            assert clock[spans[row].begin] >= free_s - 1e-9
     # And it is back in time, with all that is needed before it.
-    back_s = {page: clock[max(spans[page].end, 0)] for page in pages}
+    back_s = {row: clock[max(spans[row].end, 0)] for row in rows}
     done_s = 0.0
-    for page in sorted(pages, key=lambda each: need[each]):
-        if spans[page].end <= 0:
+    for row in sorted(rows, key=lambda each: need[each]):
+        if spans[row].end <= 0:
             continue  # it would have to begin before the step does
-        in_s = graph.saved_bytes[page] / links.in_bytes_per_s
-        done_s = max(done_s, back_s[page]) + in_s
-        assert done_s <= clock[need[page] + 1] + 1e-9
+        in_s = graph.saved_bytes[row] / links.in_bytes_per_s
+        done_s = max(done_s, back_s[row]) + in_s
+        assert done_s <= clock[need[row] + 1] + 1e-9
 
 
 def test_only_swaps_begins_with_what_was_saved_first():
@@ -154,16 +154,16 @@ def test_what_comes_back_early_fits(speed):
     budget_bytes = int(0.5 * graph.peak_bytes)
     for drops in (False, True):
         plan = joint_heuristic.plan(graph, budget_bytes, drops=drops, links=lane_speed(speed))
-        pages = swapped(plan)
-        assert pages or drops
+        rows = swapped(plan)
+        assert rows or drops
         if plan.predicted_peak_bytes > budget_bytes or dropped(plan):
             continue  # waits, or rebuilt values are in the way: no simple account
         live = (graph.op_ordinary_bytes + graph.op_watermark_bytes).astype(np.int64)
         need = np.searchsorted(graph.op_tick, graph.first_use, side="right") - 1
-        for page in pages:
-            back = int(np.searchsorted(graph.op_tick, plan.intervals()[page][0].copy_back_at))
-            assert back <= need[page]
-            live[page + 2 : back] -= int(graph.saved_bytes[page])
+        for row in rows:
+            back = int(np.searchsorted(graph.op_tick, plan.intervals()[row][0].copy_back_at))
+            assert back <= need[row]
+            live[row + 2 : back] -= int(graph.saved_bytes[row])
         assert (live[graph.op_backward] <= budget_bytes).all()
 
 

@@ -14,10 +14,10 @@ from delta_runtime.core.plan import NEVER, Interval, Plan
 from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
-from delta_runtime.planners.evaluate import Rehearsal
-from delta_runtime.planners.greedy_drops import Cover
+from delta_runtime.planners.evaluate import Evaluator
+from delta_runtime.planners.greedy_drops import GreedyCover
 from delta_runtime.planners.plan_of_choice import plan_of
-from delta_runtime.planners.repair import Choice
+from delta_runtime.planners.repair import Evictions
 from delta_runtime.planners.transfer_schedule import LaneTimes
 from delta_runtime.planners.validate import InvalidPlan, Verdict, validate
 from tests.support.recorded_steps import WORKLOADS, recorded
@@ -50,16 +50,18 @@ def graphs(draw: st.DrawFn) -> StepGraph:
     return step_graph(ops, persistent_bytes=draw(st.integers(0, 100)))
 
 
-def chosen(graph: StepGraph, dropped: list[bool], again: list[bool]) -> tuple[Choice, Plan]:
+def chosen(
+    graph: StepGraph, dropped: list[bool], dropped_twice: list[bool]
+) -> tuple[Evictions, Plan]:
     """A choice of what is dropped, played; and the plan that tells it."""
-    cover = Cover(graph, 0, recipes_of(graph))
-    rehearsal = Rehearsal(cover)
+    cover = GreedyCover(graph, 0, recipes_of(graph))
+    evaluator = Evaluator(cover)
     n = len(graph.saved)
     drops = np.array(dropped[:n]) & cover.droppable
-    twice = np.array(again[:n]) & drops
+    twice = np.array(dropped_twice[:n]) & drops
     none = np.zeros(n, bool)
-    choice = Choice(drops, twice, none, rehearsal.play(drops, twice))
-    return choice, plan_of(cover, rehearsal, choice)
+    choice = Evictions(drops, twice, none, evaluator.evaluate(drops, twice))
+    return choice, plan_of(cover, evaluator, choice)
 
 
 masks = st.lists(st.booleans(), min_size=30, max_size=30)
@@ -67,13 +69,13 @@ masks = st.lists(st.booleans(), min_size=30, max_size=30)
 
 @settings(max_examples=300, deadline=None)
 @given(graphs(), masks, masks)
-def test_evaluation_and_judge_agree_at_each_op(graph, dropped, again):
+def test_evaluation_and_judge_agree_at_each_op(graph, dropped, dropped_twice):
     if not len(graph.saved):
         return
-    choice, plan = chosen(graph, dropped, again)
+    choice, plan = chosen(graph, dropped, dropped_twice)
     verdict = validate(plan, graph)
-    np.testing.assert_allclose(verdict.live_bytes, choice.outcome.excess, atol=1e-6)
-    assert verdict.rebuild_s == pytest.approx(choice.outcome.seconds)
+    np.testing.assert_allclose(verdict.live_bytes, choice.evaluation.excess, atol=1e-6)
+    assert verdict.rebuild_s == pytest.approx(choice.evaluation.seconds)
     assert verdict.stall_s == 0
 
 
@@ -83,28 +85,28 @@ def test_with_lanes_the_judge_is_never_above_the_evaluation(graph, dropped, swap
     """A copy back that waits for room is away for longer than the evaluation counts on."""
     if not len(graph.saved):
         return
-    cover = Cover(graph, 0, recipes_of(graph))
+    cover = GreedyCover(graph, 0, recipes_of(graph))
     links = Links(speed, speed)
-    rehearsal = Rehearsal(cover, LaneTimes(cover, links))
+    evaluator = Evaluator(cover, LaneTimes(cover, links))
     n = len(graph.saved)
     drops = np.array(dropped[:n]) & cover.droppable
     swaps = np.array(swapped[:n]) & ~drops & (cover.own_need > cover.begin)
     none = np.zeros(n, bool)
-    choice = Choice(drops, none, swaps, rehearsal.play(drops, none, swaps))
-    verdict = validate(plan_of(cover, rehearsal, choice), graph, links)
-    assert (verdict.live_bytes <= choice.outcome.excess + 1e-6).all()
-    assert verdict.rebuild_s <= choice.outcome.seconds + 1e-9
+    choice = Evictions(drops, none, swaps, evaluator.evaluate(drops, none, swaps))
+    verdict = validate(plan_of(cover, evaluator, choice), graph, links)
+    assert (verdict.live_bytes <= choice.evaluation.excess + 1e-6).all()
+    assert verdict.rebuild_s <= choice.evaluation.seconds + 1e-9
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_they_agree_on_recorded_steps(name):
     graph = recorded(name)
     rng = np.random.default_rng(0)
-    dropped, again = rng.random((2, len(graph.saved))) < 0.4
-    choice, plan = chosen(graph, dropped.tolist(), again.tolist())
+    dropped, dropped_twice = rng.random((2, len(graph.saved))) < 0.4
+    choice, plan = chosen(graph, dropped.tolist(), dropped_twice.tolist())
     verdict = validate(plan, graph)
-    np.testing.assert_allclose(verdict.live_bytes, choice.outcome.excess, atol=1e-3)
-    assert verdict.rebuild_s == pytest.approx(choice.outcome.seconds)
+    np.testing.assert_allclose(verdict.live_bytes, choice.evaluation.excess, atol=1e-3)
+    assert verdict.rebuild_s == pytest.approx(choice.evaluation.seconds)
 
 
 # ---------------------------------------------------------------- what a chain comes to, by hand
