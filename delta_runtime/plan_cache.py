@@ -1,8 +1,8 @@
 """The steps that have been seen, by their graph, and the plans made from them.
 
-Covers when a step has to be logged, how several runs of one graph become one record, which of several
-plans is the best by measurement, when a budget is given up, and the plans in the form in which the
-extension follows them. What a plan says is the planners' concern.
+Covers when a step has to be logged, how several runs of one graph become one record, and when a budget is
+given up. What a plan says is the planners' concern; which of several is the best by measurement is that of
+`plan_trials`.
 
 Note: a budget that cannot be met
   1. A whole step that passed the budget shows it, where the budget is below the least one of the
@@ -26,6 +26,7 @@ from delta_runtime.core.events import Bounds
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
+from delta_runtime.plan_trials import MOST_TRIALS, TRIAL_STEPS, Next, PlanTrials
 from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.bounds import bounds_of
 from delta_runtime.planners.evaluate import WORK_PER_SECOND
@@ -35,24 +36,13 @@ CALIBRATION_STEPS = 3
 """Steps of one graph whose op times are taken (the least of them counts) before its plan is final."""
 SEARCH_EFFORT = 4.0
 """How long the final plan of a graph is improved, in steps' worth of what it rebuilds."""
-MOST_TRIALS = 5
-"""Plans of one graph that are tried, one after the other, where the step waits for lanes.
-
-One more may follow that leaves the lanes alone.
-"""
-TRIAL_STEPS = 2
-"""Steps of each; the least counts, for the first one under a new plan has costs of its own."""
 STEPS_TO_SETTLE = CALIBRATION_STEPS + 1 + (MOST_TRIALS + 1) * TRIAL_STEPS
 """The most that it takes to stay with one of them, where every step is the same and follows its plan."""
-WATCH_STEPS = 5
-"""A plan in place is looked at after so many steps; twice as many each time that it had to be made again."""
 MOST_GRAPHS = 16
 """Graphs that are remembered: alternating input shapes keep their plans."""
 DIFFERS_BYTES = 4096
 """By so much, at the most, does a step differ from run to run: what malloc adds to small blocks."""
 
-_LEAST_WAIT = 0.002  # share of a step; who waits less has a plan that is good enough
-_LONGER_WAIT = 0.01  # the same; a plan in place that comes to wait for so much longer is made again
 _LEFT_FOR_NEXT = (
     2  # so many times as long as the last plan took there has to be, for one that is no must
 )
@@ -62,15 +52,6 @@ _MOST_NEW = 3  # graphs in a row that nobody has seen before; more of them are n
 _REST = 7  # steps that are not logged then, after each that is
 _MOVED = 0.005  # share of the peak; where as much more or less persists, the record is out of date
 _CAUTION = 0.8  # of the speed that the last plan gave the lanes, in the next one that is tried
-
-
-@dataclass(order=True)
-class _Trial:
-    """A plan, and what a step took that followed it."""
-
-    seconds: float  # of rebuilding and of waiting
-    wait_s: float
-    plan: Plan = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,62 +100,24 @@ class _Known:
     costs: list[StepCost] = field(default_factory=list)  # of the last steps that kept to its relief
     budget_bytes: int = 0  # that `plan` was made for
     links: Links | None = None  # that it was made with
-    steps: list[tuple[float, float]] = field(default_factory=list)  # of this plan: seconds, waits
-    trials: list[_Trial] = field(default_factory=list)
-    settled: bool = False  # on one of the trials
-    in_place: _Trial | None = None  # that one, with the least that was seen of it
-    best: _Trial | None = None  # of those that were in place before
-    best_again: bool = False  # is being tried
-    recorded_again: bool = False  # because a plan of it waited
-    watch_steps: int = WATCH_STEPS
+    trials: PlanTrials = field(default_factory=PlanTrials)
 
     def settle(self) -> None:
         """Stay with the best of what was measured; with the plan there is if nothing was."""
-        self.settled, self.best_again = True, False
-        if self.trials:
-            self.in_place = min(self.trials)
-            self.plan = self.in_place.plan
-            self.runs = max(self.runs, CALIBRATION_STEPS)
-            self.searched = True
+        self.trials.settle()
+        if self.trials.any:
+            self.take_chosen()
+
+    def take_chosen(self) -> None:
+        """Follow the plan that was chosen by what was measured."""
+        self.plan = self.trials.chosen
+        self.runs = max(self.runs, CALIBRATION_STEPS)
+        self.searched = True
 
     def record_again(self) -> None:
-        """Have the next step logged; a plan made from the least seconds there are then is the next trial."""
-        self.settled = False
-        self.recorded_again = True
+        """Have the next step logged, and a plan made from the least seconds that there are then."""
         self.searched = False
         self.runs = CALIBRATION_STEPS - 1
-
-    def watch(self, steps: list[tuple[float, float]]) -> None:
-        """Look at the plan in place, and leave it for now where another may be better.
-
-        Args:
-            steps: seconds of rebuilding and waiting, and of waiting alone, of the last steps.
-        """
-        if self.in_place is None:
-            return
-        seconds, wait_s = min(each for each, _ in steps), min(wait_s for _, wait_s in steps)
-        margin_s = _LONGER_WAIT * self.graph.seconds
-        waits_longer = wait_s > self.in_place.wait_s + margin_s
-        self.in_place = replace(
-            self.in_place,
-            seconds=min(self.in_place.seconds, seconds),
-            wait_s=min(self.in_place.wait_s, wait_s),
-        )
-        now = replace(self.in_place, seconds=seconds, wait_s=wait_s)
-        if waits_longer:
-            self.best = min(self.best or self.in_place, self.in_place)
-            self.trials = [now]
-            self.record_again()
-        elif (
-            self.best is not None
-            and self.best.plan is not self.plan
-            and seconds > self.best.seconds + margin_s
-        ):
-            # What kept the lanes busy may have passed.
-            self.trials, self.plan = [now], self.best.plan
-            self.settled, self.best_again = False, True
-        if not self.settled:
-            self.watch_steps *= 2
 
 
 class PlanCache:
@@ -224,7 +167,7 @@ class PlanCache:
             return False
         known = next(reversed(self._known.values()))
         tries = self._makes_plans and self._drops and self._swaps
-        return self._is_final(known) and (known.settled or not tries)
+        return self._is_final(known) and (known.trials.settled or not tries)
 
     def wants_log(self, *, missed: bool, went_on: bool = False) -> bool:
         """Whether the next step should be logged.
@@ -307,7 +250,7 @@ class PlanCache:
         key = (graph.fingerprint, graph.op_name)
         known = self._known.pop(key, None)
         for other in self._known.values():  # whose seconds a step's are is no longer known
-            if not other.settled and (other.trials or other.runs >= CALIBRATION_STEPS):
+            if not other.trials.settled and (other.trials.any or other.runs >= CALIBRATION_STEPS):
                 other.settle()
         cost = self._last if self._last and self._last.fingerprint == graph.fingerprint else None
         record = graph if len(graph.uses) else None
@@ -397,7 +340,7 @@ class PlanCache:
         if not self._makes_plans or (self._never_again and known.runs == 1):
             return
         if known.budget_bytes != budget_bytes:
-            known.trials, known.in_place, known.best = [], None, None
+            known.trials.forget()
             known.searched = False
         elif known.searched:
             return
@@ -417,13 +360,13 @@ class PlanCache:
             return
         known.links = links if self._swaps else None
         known.budget_bytes = budget_bytes
-        known.steps, known.settled = [], len(self._known) > 1
+        known.trials.begin(settled=len(self._known) > 1)
         before_s = self._planning.spent_s
         with self._planning.planning(free=free):
             known.plan = self._plan(known)
         known.plan_s = self._planning.spent_s - before_s
         known.searched = final
-        if known.settled:
+        if known.trials.settled:
             known.settle()
 
     def _yield_if_hopeless(self, known: _Known | None, budget_bytes: int) -> None:
@@ -510,14 +453,7 @@ class PlanCache:
     def judge(self, rebuild_s: float, wait_s: float) -> bool:
         """Take in what the final plan of the only known graph has cost, and try another where that pays.
 
-        A plan reckons with the lanes' speed and with op times of its own. Where the step has to wait
-        for a lane all the same, it is recorded once more first: on a machine that was slow while it was
-        calibrated, the lanes seemed to have more time than they have. Then plans that ask less of the
-        lanes are tried, at last one that asks nothing, and the one with the least measured seconds
-        stays. It is watched from then on: if each of some steps waited longer than it used to, it is
-        recorded once more, and what comes of that is tried against it; later the old one is tried
-        again, for what kept the lanes busy may have passed. A new plan takes as long to make as the
-        first one.
+        A new plan takes as long to make as the first one; see `plan_trials`.
 
         Args:
             rebuild_s: seconds of recomputing in a whole step that followed the plan.
@@ -529,41 +465,30 @@ class PlanCache:
         if len(self._known) != 1 or not (self._makes_plans and self._drops and self._swaps):
             return False
         known = next(iter(self._known.values()))
-        before = known.plan
+        before, links = known.plan, known.links
         if before is None or not known.searched:
             return False
-        known.steps.append((rebuild_s + wait_s, wait_s))
-        if len(known.steps) < (known.watch_steps if known.settled else TRIAL_STEPS):
-            return False
-        steps, known.steps = known.steps, []
-        if known.settled:
-            known.watch(steps)
-            return known.plan is not before
-        trial = _Trial(*min(steps), before)
-        known.trials.append(trial)
-        swaps = known.links is not None and known.links.out_bytes_per_s > 0
-        waits = swaps and trial.wait_s > _LEAST_WAIT * known.graph.seconds
-        if known.best_again:
-            known.settle()
-        elif waits and not known.recorded_again:
+        lanes = links is not None and links.out_bytes_per_s > 0
+        step_s = known.graph.seconds
+        then = known.trials.measure(before, rebuild_s, wait_s, step_s=step_s, lanes=lanes)
+        if then is Next.TAKE_CHOSEN:
+            known.take_chosen()
+        elif then is Next.RECORD_AGAIN:
             known.record_again()
-        elif waits and known.links is not None and len(known.trials) < MOST_TRIALS:
-            known.links = replace(
-                known.links,
-                out_bytes_per_s=known.links.out_bytes_per_s * _CAUTION,
-                in_bytes_per_s=known.links.in_bytes_per_s * _CAUTION,
-            )
-            with self._planning.planning():
-                known.plan = self._plan(known)
-        elif waits:
-            known.links = None
-            with self._planning.planning():
-                known.plan = self._plan(known)
-            if known.plan.predicted_seconds > min(known.trials).seconds:
+        elif then is Next.ASK_LESS_OF_LANES and links is not None:
+            out, in_ = links.out_bytes_per_s * _CAUTION, links.in_bytes_per_s * _CAUTION
+            self._try(known, replace(links, out_bytes_per_s=out, in_bytes_per_s=in_))
+        elif then is Next.LEAVE_LANES_ALONE:
+            plan = self._try(known, None)
+            if plan.predicted_seconds > known.trials.least_s:
                 known.settle()
-        else:
-            known.settle()
         return known.plan is not before
+
+    def _try(self, known: _Known, links: Links | None) -> Plan:
+        known.links = links
+        with self._planning.planning():
+            known.plan = self._plan(known)
+        return known.plan
 
     def plans(self) -> list[tuple[StepGraph, Plan]]:
         """The known graphs that have a plan, latest first, each with it.
