@@ -13,7 +13,7 @@ Note: starting at the end of ``import torch``
   2. This module is found without importing the package, because the package may be the very one
      that is importing torch; it imports nothing but os until there is something to start.
   3. When a module of delta_runtime was imported first, it is only half there now. The start is then
-     put off, and `resume`, which the last line of delta_runtime/runtime.py and the lazy attributes
+     put off, and `resume`, which the last lines of delta_runtime/runtime.py and ambient.py and the lazy attributes
      of delta_runtime/__init__.py call, makes up for it.
   4. Helper processes that inherit the environment but train nothing stay off: children of
      multiprocessing (data-loader workers), launchers (their workers start by themselves),
@@ -112,7 +112,7 @@ def _start() -> None:
 
     if Config.from_environment(os.environ) is None:  # a bad value is told before torch is touched
         return
-    from delta_runtime.runtime import start_ambient
+    from delta_runtime.ambient import start_ambient
 
     start_ambient()
 

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
         SwapFailed,
         UsageError,
     )
+    from delta_runtime.core.plan import Plan
     from delta_runtime.core.step_graph import StepGraph
     from delta_runtime.report.step_report import StepReport
-    from delta_runtime.runtime import Runtime, disable, mark_written
+    from delta_runtime.runtime import Runtime, mark_written
+    from delta_runtime.torch_hooks import disable
 
 __version__ = "0.1.0"
 
@@ -35,6 +37,7 @@ __all__ = [
     "BudgetInfeasible",
     "DeltaError",
     "InplaceModification",
+    "Plan",
     "RecomputeMismatch",
     "Runtime",
     "StepGraph",
@@ -53,10 +56,11 @@ _HOME = {
     "RecomputeMismatch": "core.errors",
     "SwapFailed": "core.errors",
     "UsageError": "core.errors",
+    "Plan": "core.plan",
     "StepGraph": "core.step_graph",
     "StepReport": "report.step_report",
     "Runtime": "runtime",
-    "disable": "runtime",
+    "disable": "torch_hooks",
     "mark_written": "runtime",
 }
 

@@ -48,7 +48,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import delta_runtime as delta
-from delta_runtime import cpu_pool
+from delta_runtime import cpu_pool, pump
 from delta_runtime.core.events import EventKind
 from delta_runtime.core.units import format_bytes, format_seconds
 from delta_runtime.online.policies import POLICIES
@@ -282,15 +282,15 @@ class RebuildWatch:
 
     def __init__(self, runtime: delta.Runtime) -> None:
         self._batches: list[Any] = []
-        drain = runtime._drain
+        drain = pump.drain_events
 
-        def watched() -> list[Any]:
-            before = len(runtime._step_events)
-            actions = drain()
-            self._batches += runtime._step_events[before:]
-            return actions
+        def watched(session: Any) -> Any:
+            events = drain(session)
+            if session is runtime.session:
+                self._batches.append(events)
+            return events
 
-        runtime._drain = watched  # type: ignore[method-assign]
+        pump.drain_events = watched
 
     def take(self) -> int:
         """Bytes rebuilt beyond the first time since the last call."""

@@ -362,7 +362,7 @@ class Bench:
         for index in range(STEPS_TO_SETTLE):
             self.managed(contender, budget_bytes)
             plans = POLICIES[contender.policy].plans
-            if index >= 1 and (contender.runtime._known.settled or not plans):
+            if index >= 1 and (contender.runtime.settled or not plans):
                 break
 
     def close(
@@ -382,7 +382,7 @@ class Bench:
             sum(whole([turn])) / sum(whole([ordinary]))
             for turn, ordinary in zip(turns, beside, strict=False)
         ]
-        host = runtime._session.tiers()[0] if runtime.tiers else None
+        host = runtime.session.tiers()[0] if runtime.tiers else None
         plan = runtime.plan()
         swapped = plan.first_exits() == Exit.SWAP if plan else np.zeros(0, bool)
         blocks = runtime.graph().value_bytes[swapped] if swapped.any() else np.zeros(0, np.int64)

@@ -42,8 +42,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import delta_runtime as delta
-from delta_runtime import _C, cpu_pool
-from delta_runtime import runtime as runtime_module
+from delta_runtime import _C, cpu_pool, entered
 
 LAYERS = 3
 WIDTH = 48
@@ -291,7 +290,7 @@ def leftovers() -> list[str]:
         found.append("saved-tensor hooks")
     if _C.cpu_pool.soft_limit_bytes():
         found.append("a soft limit")
-    if runtime_module._entered is not None:
+    if entered.entered() is not None:
         found.append("an entered runtime")
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         found.append("optimizer hooks")
@@ -305,9 +304,10 @@ _DISABLE_HOOKS = torch.autograd.graph.disable_saved_tensors_hooks
 
 def clear_away() -> None:
     """So that one fault does not make everything that follows fail."""
-    runtime_module._entered, entered = None, runtime_module._entered
-    if entered is not None:
-        entered._session.leave()
+    runtime = entered.entered()
+    if runtime is not None:
+        entered.release(runtime)
+        runtime.session.leave()
     while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
     _global_optimizer_pre_hooks.clear()

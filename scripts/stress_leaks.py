@@ -177,7 +177,7 @@ class World:
         if self.runtime is not None and self.random.random() < 0.7:
             if self.random.random() < 0.5:
                 self.runtime.budget_bytes = self.budget_bytes()
-                self.runtime._session.set_budget(self.runtime.budget_bytes)
+                self.runtime.session.set_budget(self.runtime.budget_bytes)
             return
         self.drop_runtime(close=self.random.random() < 0.8)
         policy = get_policy(self.random.choice(POLICIES))
@@ -223,15 +223,15 @@ class World:
         with contextlib.suppress(delta.BudgetInfeasible), self.entered.step():
             plain(self)
         settle()
-        counters = self.entered._session.counters()
+        counters = self.entered.session.counters()
         found = [
             f"{name}: {counters[name]}"
             for name in ("live_tickets", "managed_pages", "managed_resident_bytes")
             + ("dropped_now_bytes", "swapped_now_bytes")
             if counters[name]
         ]
-        self.entered._session.take_in_transfers()  # takes in what the lanes have finished
-        for tier in self.entered._session.tiers():
+        self.entered.session.take_in_transfers()  # takes in what the lanes have finished
+        for tier in self.entered.session.tiers():
             if tier["used_bytes"]:
                 found.append(f"{tier['used_bytes']:,} bytes of {tier['tier']}")
         if counters["known_pages"] > MOST_KNOWN_PAGES:

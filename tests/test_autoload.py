@@ -21,14 +21,14 @@ TRAIN = ["python", "train.py"]
 
 
 class Starts:
-    """Stands for delta_runtime.runtime and counts how often it is started."""
+    """Stands for delta_runtime.ambient and counts how often it is started."""
 
     def __init__(self, monkeypatch):
         self.count = 0
         self.error = None
-        module = types.ModuleType("delta_runtime.runtime")
+        module = types.ModuleType("delta_runtime.ambient")
         module.start_ambient = self._start
-        monkeypatch.setitem(sys.modules, "delta_runtime.runtime", module)
+        monkeypatch.setitem(sys.modules, "delta_runtime.ambient", module)
 
     def _start(self):
         self.count += 1
@@ -80,7 +80,7 @@ def test_a_failing_start_gives_one_clear_warning(starts, monkeypatch):
 
 def test_a_missing_extension_gives_a_warning(starts, monkeypatch):
     monkeypatch.setenv("DELTA_BUDGET", "1GiB")
-    monkeypatch.setitem(sys.modules, "delta_runtime.runtime", None)
+    monkeypatch.setitem(sys.modules, "delta_runtime.ambient", None)
     with pytest.warns(RuntimeWarning, match="stays off: ModuleNotFoundError"):
         autoload._autoload()
 
@@ -175,7 +175,14 @@ FAKE_TORCH = "import delta_runtime_autoload\ndelta_runtime_autoload._autoload()\
 FAKE_RUNTIME = """
 import torch
 
+import delta_runtime_autoload
+delta_runtime_autoload.resume()
+"""
+FAKE_AMBIENT = """
+import torch
+
 def start_ambient():
+    import delta_runtime.runtime
     print("started", flush=True)
 
 import delta_runtime_autoload
@@ -192,7 +199,9 @@ def site(tmp_path):
     (package / "core").symlink_to(ROOT / "delta_runtime" / "core")
     (package / "config.py").symlink_to(ROOT / "delta_runtime" / "config.py")
     (package / "__main__.py").symlink_to(ROOT / "delta_runtime" / "__main__.py")
+    (package / "cli").symlink_to(ROOT / "delta_runtime" / "cli")
     (package / "runtime.py").write_text(FAKE_RUNTIME)
+    (package / "ambient.py").write_text(FAKE_AMBIENT)
     (tmp_path / "torch.py").write_text(FAKE_TORCH)
     (tmp_path / "delta_runtime_autoload.py").symlink_to(ROOT / "delta_runtime_autoload.py")
     return tmp_path
@@ -218,7 +227,7 @@ def run_in(site, *command, budget="1GiB"):
         "import delta_runtime; import torch",
         "import torch; import delta_runtime.runtime",
         "import delta_runtime.runtime",
-        "from delta_runtime.runtime import start_ambient; import torch",
+        "from delta_runtime.ambient import start_ambient; import torch",
     ],
 )
 def test_it_starts_once_whatever_is_imported_first(site, program):

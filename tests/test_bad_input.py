@@ -19,7 +19,7 @@ from torch import nn
 
 import delta_runtime as delta
 from delta_runtime import _C, cpu_pool
-from delta_runtime import runtime as runtime_module
+from delta_runtime.entered import entered
 from tests.support.bitwise import Snapshot, assert_same_bits, gradients, parameters, random_state
 from tests.support.fixtures import one_thread  # noqa: F401
 
@@ -48,7 +48,7 @@ def is_clean() -> bool:
     return (
         torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         and _C.cpu_pool.soft_limit_bytes() == 0
-        and runtime_module._entered is None
+        and entered() is None
     )
 
 

@@ -209,7 +209,7 @@ class Stub(Bench):
 
     def start(self, link: str, policy: str, budget_bytes: int) -> Contender:
         runtime = delta.Runtime(1 << 34, device="cpu", policy="recompute")
-        runtime._known = SimpleNamespace(settled=True, foresight=None, steps=0, bounds=None)
+        runtime.steps.plans = SimpleNamespace(settled=True, plan=None, steps=0, bounds=None)
         seconds = self.seconds[link, policy]
         return Contender(link, policy, runtime, failure="" if seconds else "OutOfMemoryError: x")
 
@@ -217,7 +217,7 @@ class Stub(Bench):
         seconds = self.seconds[contender.link, contender.policy]
         if len(contender.turns) == 3 and contender.policy == "delta":
             contender.failure = "OutOfMemoryError: y"
-        known = contender.runtime._known
+        known = contender.runtime.steps.plans
         known.steps += 1
         if contender.link == "pcie5":
             known.settled = known.steps not in self.unsettled

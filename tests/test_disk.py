@@ -59,7 +59,7 @@ def spiller(folder: Path, **arguments) -> delta.Runtime:
 
 def disk(runtime: delta.Runtime) -> dict:
     """What the extension says of the tier on disk."""
-    return next(tier for tier in runtime._session.tiers() if tier["tier"] == "disk")
+    return next(tier for tier in runtime.session.tiers() if tier["tier"] == "disk")
 
 
 def descriptor(runtime: delta.Runtime) -> int:
@@ -118,7 +118,7 @@ def test_what_the_host_has_no_room_for_goes_to_disk(ordinary, tmp_path):
         spill_dir=str(tmp_path),
     )
     assert_same_bits(train(runtime), snapshot, "host and disk")
-    host, below = runtime._session.tiers()
+    host, below = runtime.session.tiers()
     assert host["in"][1] > MIB and below["in"][1] > MIB
     assert host["peak_used_bytes"] <= host["cap_bytes"] <= 6 * MIB
     totals = runtime.report().totals
@@ -134,7 +134,7 @@ def test_both_tiers_share_the_link(tmp_path):
     begin = time.monotonic()
     loss, x = swap_out_a_graph(runtime)
     took_s = time.monotonic() - begin
-    host, below = runtime._session.tiers()
+    host, below = runtime.session.tiers()
     out_bytes = host["out"][1] + below["out"][1]
     assert host["out"][1] > 0 and below["out"][1] > 0
     assert took_s >= 0.9 * out_bytes / 1e8
@@ -150,7 +150,7 @@ def test_sizes_that_fit_no_block(tmp_path):
     leaves = [torch.randn(size, requires_grad=True) for size in sizes]
     with runtime.step():
         losses = [leaf.sin().sin().sum() for leaf in leaves]
-        runtime._session.make_room(1 << 40)
+        runtime.session.make_room(1 << 40)
         assert disk(runtime)["used_bytes"] > 4 * sum(sizes) - 4096
         sum(losses).backward()
     for leaf in leaves:
@@ -216,7 +216,7 @@ def test_a_policy_that_does_not_swap_takes_no_space(tmp_path):
     before = set(os.listdir("/proc/self/fd"))
     runtime = spiller(tmp_path, policy="recompute")
     assert set(os.listdir("/proc/self/fd")) == before
-    assert runtime._session.tiers() == []
+    assert runtime.session.tiers() == []
     runtime.close()
 
 
@@ -224,7 +224,7 @@ def test_a_bounce_buffer_counts(tmp_path):
     """On a plain CPU device there is no memory but the device's own."""
     runtime = spiller(tmp_path)
     assert runtime.tiers.spill.direct
-    assert runtime._session.counters()["uncounted_bytes"] == 2 * MIB
+    assert runtime.session.counters()["uncounted_bytes"] == 2 * MIB
     runtime.close()
 
 
@@ -286,7 +286,7 @@ def test_after_a_failed_write_nothing_is_written(tmp_path):
         with runtime.step():
             x = torch.randn(1 << 20, requires_grad=True)
             loss = x.sin().sin().sum()
-            runtime._session.make_room(1 << 40)
+            runtime.session.make_room(1 << 40)
             loss.backward()
     first = runtime.report().totals.failed_writes
     assert first > 0
@@ -321,14 +321,14 @@ def test_what_can_neither_be_read_nor_recomputed_is_an_error(tmp_path):
     x = torch.randn(1 << 18, requires_grad=True)
     with runtime.step():
         loss = (x * torch.ops.delta_disk_test.shaky(torch.ones(1 << 18))).sum()
-        runtime._session.make_room(1 << 40)
+        runtime.session.make_room(1 << 40)
     assert disk(runtime)["used_bytes"] >= MIB
     os.truncate(descriptor(runtime), 0)
     with pytest.raises(delta.SwapFailed, match="cannot be read .*No data available.*spill_dir"):
         loss.backward()
     with pytest.raises(delta.SwapFailed):
         loss.backward()  # the same error, not another one
-    assert runtime._session.counters()["lost_pages"] == 1
+    assert runtime.session.counters()["lost_pages"] == 1
     del loss
     lost = pytest.warns(RuntimeWarning, match="1 saved tensors could not be recomputed")
     with lost, runtime.step():  # and training goes on
@@ -384,7 +384,7 @@ SMALL_TMPFS = """
     assert_same_bits(train(runtime, steps=4), run[0], "a tmpfs of 4 MiB")
     totals = runtime.report().totals
     assert totals.rebuilds > 0 and totals.failed_writes == 0, totals
-    print("tier", runtime._session.tiers()[0]["peak_used_bytes"])
+    print("tier", runtime.session.tiers()[0]["peak_used_bytes"])
 """
 
 
@@ -505,7 +505,7 @@ def test_a_forked_child_does_not_read_its_parents_file(tmp_path):
         try:
             loss.backward()
             right = torch.equal(x.grad, expected_gradient())
-            failed = runtime._session.counters()["failed_reads"]
+            failed = runtime.session.counters()["failed_reads"]
             code = 0 if right and failed > 0 else 2
             del loss, runtime
             gc.collect()
@@ -518,5 +518,5 @@ def test_a_forked_child_does_not_read_its_parents_file(tmp_path):
     os.close(read)
     loss.backward()
     assert torch.equal(x.grad, expected_gradient())
-    assert runtime._session.counters()["failed_reads"] == 0
+    assert runtime.session.counters()["failed_reads"] == 0
     runtime.close()

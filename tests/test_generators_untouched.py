@@ -71,16 +71,16 @@ check("close()")
 
 AMBIENT = """
 delta_runtime_autoload._autoload()
-from delta_runtime import runtime as module
-assert module._entered is not None
+from delta_runtime.entered import entered
+assert entered() is not None
 check("DELTA_BUDGET")
 model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(512, 64)
 before = states()
 for _ in range(5):
     train(model, x)
     check("a step")
-assert module._entered.report().totals.steps
-str(module._entered.report())
+assert entered().report().totals.steps
+str(entered().report())
 check("print(report())")
 """
 

@@ -201,7 +201,7 @@ def test_an_error_of_a_policy_is_told_and_does_not_stop_the_training(monkeypatch
 
     monkeypatch.setattr(sys, "unraisablehook", told.append)
     with runtime.step():
-        runtime._session.set_pump(broken)
+        runtime.session.set_pump(broken)
         step(model)
     assert told and "policy failed" in str(told[0].object or told[0].err_msg)
     runtime.close()
@@ -227,7 +227,7 @@ def test_an_error_that_another_thread_sends_arrives():
                 len(ran)
 
     with pytest.raises(Sent), runtime.step():
-        runtime._session.set_pump(pump)
+        runtime.session.set_pump(pump)
         for _ in range(5):
             step(model)
     assert ran
@@ -252,8 +252,8 @@ def test_waiting_for_a_lane_ends_when_somebody_presses_ctrl_c():
     )
     with pytest.raises(KeyboardInterrupt), runtime.step():
         loss = x.exp().sum()
-        runtime._session.make_room(1 << 40)
-        assert runtime._session.counters()["swapped_now_bytes"] == 1 << 19
+        runtime.session.make_room(1 << 40)
+        assert runtime.session.counters()["swapped_now_bytes"] == 1 << 19
         press_ctrl_c_in(0.2)
         began_s = time.monotonic()
         loss.backward()
@@ -341,7 +341,7 @@ def test_an_interrupt_while_pythons_random_state_is_kept_arrives(way, when, monk
             w.grad = None
             loss = (in_python(x).sin() * w).sum()
             torch.ones(4).add(1)
-            drops = runtime._session.counters()["drops"]
+            drops = runtime.session.counters()["drops"]
             with monkeypatch.context() as patched:
                 patched.setattr(random, when, interrupted)
                 numbers = random.getstate(), numpy.random.get_state()

@@ -47,8 +47,15 @@ LAYERS = {
     "act": _layer("core config extension _C", "numpy torch psutil", lazy="cupy cupyx"),
     "cpu_pool": _layer("core extension _C", "numpy torch"),
     "device": _layer("core config extension _C", "torch psutil"),
+    "pump": _layer("core act extension online record _C", "numpy"),
+    "torch_hooks": _layer("core extension optimizer_hooks raw_access saved_leaves _C", "torch"),
+    "entered": _layer("core extension raw_access torch_hooks _C", "torch"),
+    "steps": _layer(
+        "core config act extension online plan_cache planning_time pump raw_access record report standing_aside _C",
+        "numpy torch",
+    ),
 }
-"""Parts that are not here (runtime, integrations, the package itself) put the others together."""
+"""Parts that are not here (runtime, ambient, integrations, the package itself) put the others together."""
 
 
 @dataclass(frozen=True)
@@ -204,4 +211,4 @@ def test_the_autoload_imports_nothing_but_os_until_it_is_called():
     at_import = [each.name for each in imports_of(source, "delta_runtime_autoload")]
     eager = [e.name for e in imports_of(source, "delta_runtime_autoload") if not e.is_lazy]
     assert eager == ["os"]
-    assert "delta_runtime.runtime" in at_import
+    assert "delta_runtime.ambient" in at_import

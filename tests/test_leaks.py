@@ -78,7 +78,7 @@ def test_a_long_run_of_one_runtime_keeps_nothing_per_step(world):
         with world.runtime.step():
             plain(world)
         sizes.append((cpu_pool.allocated_bytes(), _C.live_records()))
-        counters = world.runtime._session.counters()
+        counters = world.runtime.session.counters()
         assert (counters["live_tickets"], counters["managed_pages"]) == (0, 0)
     assert world.runtime.report().totals.rebuilds > 0
     assert sizes[-1] == sizes[3]

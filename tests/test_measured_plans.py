@@ -45,7 +45,9 @@ def test_only_whole_steps_that_followed_the_plan_are_measured(ordinary, monkeypa
         budget(ordinary, 0.6), device="cpu", policy="auto", link_bytes_per_s=link
     )
     measured = []
-    monkeypatch.setattr(runtime._known, "judge", lambda *seconds: measured.append(seconds) or False)
+    monkeypatch.setattr(
+        runtime.steps.plans, "judge", lambda *seconds: measured.append(seconds) or False
+    )
     torch.manual_seed(0)
     model = Net()
     for _ in range(CALIBRATION_STEPS):
@@ -67,7 +69,7 @@ def test_a_plan_that_waits_is_made_again(ordinary, monkeypatch):
     runtime = delta.Runtime(
         budget(ordinary, 0.6), device="cpu", policy="auto", link_bytes_per_s=1e8
     )
-    learn, runs = runtime._known.learn, []
+    learn, runs = runtime.steps.plans.learn, []
 
     def learn_of_fast_lanes(graph, budget_bytes, links):
         runs.append(links)
@@ -75,7 +77,7 @@ def test_a_plan_that_waits_is_made_again(ordinary, monkeypatch):
             links = dataclasses.replace(links, out_bytes_per_s=1e11, in_bytes_per_s=1e11)
         return learn(graph, budget_bytes, links)
 
-    monkeypatch.setattr(runtime._known, "learn", learn_of_fast_lanes)
+    monkeypatch.setattr(runtime.steps.plans, "learn", learn_of_fast_lanes)
     torch.manual_seed(0)
     model = Net()
 
@@ -84,7 +86,7 @@ def test_a_plan_that_waits_is_made_again(ordinary, monkeypatch):
         return last.rebuild_s + last.out_stall_s + last.in_stall_s
 
     costs = [cost_s() for _ in range(CALIBRATION_STEPS + TRIAL_STEPS)]
-    while not runtime._known.settled:
+    while not runtime.settled:
         costs.append(cost_s())
         assert len(costs) < 2 * STEPS_TO_SETTLE
     assert len(runs) == CALIBRATION_STEPS + 1, costs
@@ -109,7 +111,7 @@ def test_a_forward_alone_is_no_step_of_its_own(ordinary, monkeypatch, first):
         step(runtime, model, backward=False)
     for _ in range(CALIBRATION_STEPS + 1):
         step(runtime, model)
-    known = runtime._known
+    known = runtime.steps.plans
     assert len(known.plans()) == 1
     assert len(runtime.graph().uses) > 0
     next(iter(known._known.values())).record_again()
@@ -143,5 +145,5 @@ def test_backward_outside_of_the_step_is_not_looked_for_in_it_for_ever(ordinary)
             loss = model(batch(0))
         loss.backward()
         model.zero_grad(set_to_none=True)
-    assert not runtime._known.wants_log(missed=False, went_on=True)
+    assert not runtime.steps.plans.wants_log(missed=False, went_on=True)
     runtime.close()

@@ -20,8 +20,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import delta_runtime as delta
-from delta_runtime import _C, cpu_pool
-from delta_runtime import runtime as runtime_module
+from delta_runtime import _C, cpu_pool, entered
 from delta_runtime.core.errors import RecomputeMismatch
 from tests.support.bitwise import (
     Snapshot,
@@ -132,7 +131,7 @@ def leftovers() -> list[str]:
         found.append("saved-tensor hooks")
     if _C.cpu_pool.soft_limit_bytes():
         found.append("a soft limit")
-    if runtime_module._entered is not None:
+    if entered.entered() is not None:
         found.append("an entered runtime")
     if _global_optimizer_pre_hooks:
         found.append("an optimizer hook before")
@@ -147,9 +146,10 @@ def nothing_is_left():
     yield
     found = leftovers()
     if found:  # so that one fault does not make all later tests fail
-        entered, runtime_module._entered = runtime_module._entered, None
-        if entered is not None:
-            entered._session.leave()
+        runtime = entered.entered()
+        if runtime is not None:
+            entered.release(runtime)
+            runtime.session.leave()
         while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         _global_optimizer_pre_hooks.clear()
@@ -359,7 +359,7 @@ def test_a_graph_that_is_never_used_leaves_nothing_live(ordinary):
     model, loss, runtime = forward_inside(ordinary.budget(), close=False)
     del model, loss
     gc.collect()
-    assert runtime._session.counters()["live_tickets"] == 0
+    assert runtime.session.counters()["live_tickets"] == 0
     assert cpu_pool.allocated_bytes() == base_bytes
 
 
@@ -653,12 +653,12 @@ def test_disable_takes_everything_away_for_its_duration(ordinary):
     model, _ = build()
     runtime = delta.Runtime(ordinary.budget())
     with runtime.step():
-        before = runtime._session.counters()
+        before = runtime.session.counters()
         with delta.disable():
             assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
             assert _C.cpu_pool.soft_limit_bytes() == 0
             model(batch(0, rows=64)).backward()
-        after = runtime._session.counters()
+        after = runtime.session.counters()
         assert (after["packs"], after["ops"]) == (before["packs"], before["ops"])
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         assert _C.cpu_pool.soft_limit_bytes() > 0
@@ -710,7 +710,7 @@ def test_disable_that_ends_after_its_runtime_was_left_puts_nothing_back(again):
         runtime.__enter__()
     loader.close()
     if again:
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True)[0] is runtime._hooks[0]
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True)[0] is runtime.hooks.pair[0]
         runtime.__exit__(None, None, None)
     assert not leftovers()
     with runtime.step(), delta.disable():
@@ -732,7 +732,7 @@ def test_disable_that_ends_on_another_thread_warns_and_stays_off_until_the_runti
         assert ["another thread" in str(each.message) for each in told] == [True]
     assert not leftovers()
     with runtime:
-        assert runtime._attached
+        assert runtime.hooks.are_attached
     runtime.close()
     assert not leftovers()
 

@@ -43,7 +43,7 @@ def _train(
             for t in tensors:
                 if isinstance(t, nn.Parameter):
                     t.sub_(t.grad.clamp(-0.3, 0.3))
-    counters = dict(runtime._session.counters()) if runtime else {}
+    counters = dict(runtime.session.counters()) if runtime else {}
     if runtime:
         runtime.close()
     return found, counters
@@ -271,7 +271,7 @@ for step in range(4):
     torch.manual_seed(step)
     with runtime.step():
         (x * torch.empty_like(x).bernoulli_(0.0)).sum().backward()
-print(runtime._session.counters()["shortcuts"], runtime._session.counters()["rebuilds"])
+print(runtime.session.counters()["shortcuts"], runtime.session.counters()["rebuilds"])
 """
 
 

@@ -98,9 +98,9 @@ def runtime() -> Iterator[delta.Runtime]:
 
 def leave_alone(runtime: delta.Runtime, steps: int) -> None:
     """As if the costs of the steps before had said so; then all are observed again."""
-    runtime._aside = StandingAside()
-    runtime._aside._observed.append(replace(TINY_OPS, seconds=0.0))
-    runtime._aside._left = steps
+    runtime.steps.aside = StandingAside()
+    runtime.steps.aside._observed.append(replace(TINY_OPS, seconds=0.0))
+    runtime.steps.aside._left = steps
 
 
 def train(runtime: delta.Runtime | None, alone: frozenset[int] = frozenset()) -> list[Tensor]:
@@ -116,11 +116,11 @@ def train(runtime: delta.Runtime | None, alone: frozenset[int] = frozenset()) ->
         else:
             if step in alone:
                 leave_alone(runtime, 1)
-            drops = runtime._session.counters()["drops"]
+            drops = runtime.session.counters()["drops"]
             with runtime.step():
                 loss = model(x).square().mean()
                 loss.backward()
-            assert (runtime._session.counters()["drops"] == drops) == (step in alone), step
+            assert (runtime.session.counters()["drops"] == drops) == (step in alone), step
         optimizer.step()
         optimizer.zero_grad()
         results += [loss.detach(), *(p.detach().clone() for p in model.parameters())]
@@ -148,7 +148,7 @@ def test_with_something_dropped_no_step_is_left_alone(runtime: delta.Runtime) ->
         x.mul_(3.0)
         loss.backward()
     assert w.grad is not None and torch.equal(w.grad, right)
-    assert runtime.report().totals.alone_steps == 0 and runtime._aside.leaves_next
+    assert runtime.report().totals.alone_steps == 0 and runtime.steps.aside.leaves_next
     with runtime.step():
         (w * 2.0).sum().backward()
     assert runtime.report().totals.alone_steps == 1
@@ -157,13 +157,13 @@ def test_with_something_dropped_no_step_is_left_alone(runtime: delta.Runtime) ->
 def test_errors_and_nesting_leave_nothing_behind(runtime: delta.Runtime) -> None:
     def failing() -> None:
         with runtime.step():
-            assert not runtime._attached
+            assert not runtime.hooks.are_attached
             raise ZeroDivisionError
 
     leave_alone(runtime, 2)
     with pytest.raises(ZeroDivisionError):
         failing()
-    assert runtime._aside.leaves_next, "a step that raised says nothing of the time"
+    assert runtime.steps.aside.leaves_next, "a step that raised says nothing of the time"
     other = delta.Runtime("100%", device="cpu")
     with runtime.step():
         with pytest.raises(delta.UsageError, match="inside"):

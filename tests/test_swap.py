@@ -210,12 +210,12 @@ def test_of_copies_back_that_begin_at_one_op_the_one_needed_first_goes_first(tmp
         trace=str(tmp_path / "t.json"),
     )
     rows: list[np.ndarray] = []
-    monkeypatch.setattr(runtime._trace, "add_step", lambda each: rows.append(each.copy()))
+    monkeypatch.setattr(runtime.steps._trace, "add_step", lambda each: rows.append(each.copy()))
 
     def step() -> torch.Tensor:
         with runtime.step():
             loss, x = sines()
-            runtime._session.make_room(1 << 40)
+            runtime.session.make_room(1 << 40)
             loss.backward()
         return x.grad
 
@@ -234,7 +234,7 @@ def test_of_copies_back_that_begin_at_one_op_the_one_needed_first_goes_first(tmp
         predicted_seconds=0.0,
         predicted_peak_bytes=0,
     )
-    follow(runtime._session, [(graph, at_once)])
+    follow(runtime.session, [(graph, at_once)])
     assert torch.equal(step(), expected_gradient())
     came_back = rows[-1]["name"][rows[-1]["kind"] == TraceKind.COPY_IN].tolist()
     first_uses = dict(zip(graph.saved.tolist(), graph.first_use.tolist(), strict=True))
@@ -281,8 +281,8 @@ def test_without_room_on_the_host_policy_swap_keeps_and_says_so(ordinary):
 def test_host_memory_is_exact_and_given_back(ordinary):
     runtime = delta.Runtime(budget(ordinary, 0.6), device="cpu", policy="swap", host_budget="1GiB")
     train(runtime, steps=3)
-    runtime._session.take_in_transfers()
-    usage = runtime._session.tiers()[0]
+    runtime.session.take_in_transfers()
+    usage = runtime.session.tiers()[0]
     assert usage["used_bytes"] == 0
     assert 4 * LAYER_BYTES < usage["peak_used_bytes"] <= 3 * LAYERS * LAYER_BYTES
     assert usage["taken_bytes"] <= 1.1 * usage["peak_used_bytes"]
@@ -326,7 +326,7 @@ def test_a_runtime_that_is_forgotten_ends_its_lanes():
 def test_close_does_not_wait_for_a_slow_lane():
     runtime = swapper(link_bytes_per_s=1e6)
     x = torch.linspace(0, 1, 1 << 20, requires_grad=True)
-    runtime._session.set_budget(cpu_pool.allocated_bytes() + (40 << 20))
+    runtime.session.set_budget(cpu_pool.allocated_bytes() + (40 << 20))
     runtime.budget_bytes = cpu_pool.allocated_bytes() + (40 << 20)
     with runtime.step():
         y = x
@@ -369,16 +369,16 @@ def test_an_exception_in_forward_leaves_nothing_on_the_host():
     def step() -> None:
         with runtime.step():
             y = torch.linspace(0, 1, 1 << 18, requires_grad=True).sin().cos().sin()
-            runtime._session.make_room(1 << 40)
-            assert y.grad_fn and runtime._session.counters()["swapped_now_bytes"] > 0
+            runtime.session.make_room(1 << 40)
+            assert y.grad_fn and runtime.session.counters()["swapped_now_bytes"] > 0
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         step()
     gc.collect()
-    runtime._session.take_in_transfers()
-    assert runtime._session.counters()["swapped_now_bytes"] == 0
-    assert runtime._session.tiers()[0]["used_bytes"] == 0
+    runtime.session.take_in_transfers()
+    assert runtime.session.counters()["swapped_now_bytes"] == 0
+    assert runtime.session.tiers()[0]["used_bytes"] == 0
     runtime.close()
 
 
@@ -407,14 +407,12 @@ def test_a_write_that_nobody_sees_is_not_lost(how):
                     y.data.mul_(2)
             del y
             if runtime:
-                runtime._session.make_room(1 << 40)
+                runtime.session.make_room(1 << 40)
         loss.backward()
         return x.grad
 
     runtime = swapper()
-    runtime._session.set_budget(
-        cpu_pool.allocated_bytes() + (3 << 20)
-    )  # half of it is used at once
+    runtime.session.set_budget(cpu_pool.allocated_bytes() + (3 << 20))  # half of it is used at once
     assert torch.equal(step(runtime), step(None))
     assert runtime.report().totals.swap_outs > 0
     runtime.close()
@@ -429,13 +427,13 @@ def test_a_copy_of_former_content_is_not_used():
             y = x.exp()
             node, loss = y.grad_fn, y.sum()
             del y
-            runtime._session.make_room(1 << 40)
+            runtime.session.make_room(1 << 40)
             with torch.no_grad():
                 # Back on the device: the copy is of what was before. `.data` counts its own writes, so
                 # that autograd lets it pass.
                 node._saved_result.data.mul_(2.0)
             torch.ones(4).add(1.0)
-            runtime._session.make_room(1 << 40)
+            runtime.session.make_room(1 << 40)
             loss.backward()
         return x.grad
 
@@ -456,11 +454,11 @@ def _two_pages(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _drop_q_swap_p(runtime: delta.Runtime) -> None:
-    runtime._session.set_pump(None)
+    runtime.session.set_pump(None)
     exits = np.array([1, 0], np.int8)
-    runtime._session.publish(np.array([0, 1]), np.ones(2), exits, 0)
-    runtime._session.make_room(1 << 40)
-    counters = runtime._session.counters()
+    runtime.session.publish(np.array([0, 1]), np.ones(2), exits, 0)
+    runtime.session.make_room(1 << 40)
+    counters = runtime.session.counters()
     assert counters["swapped_now_bytes"] > 0 and counters["dropped_now_bytes"] > 0
 
 
@@ -477,7 +475,7 @@ def test_a_rebuild_does_not_read_what_is_still_on_its_way():
         del junk
         small = torch.zeros(2, requires_grad=True)
         small.square().sum().backward()  # a boundary in backward: p is prefetched
-        assert runtime.report() and runtime._session.counters()["prefetches"] == 1
+        assert runtime.report() and runtime.session.counters()["prefetches"] == 1
         del first
         second.backward()
     assert torch.equal(x.grad, expected)
@@ -495,10 +493,10 @@ def test_a_page_that_dies_while_it_is_asked_for():
         _drop_q_swap_p(runtime)
         box = [first]
         del first
-        runtime._session.set_pump(lambda need: box.clear())
-        runtime._session.set_budget(1)
+        runtime.session.set_pump(lambda need: box.clear())
+        runtime.session.set_budget(1)
         second.backward()
-        runtime._session.set_pump(None)
+        runtime.session.set_pump(None)
     assert box == []
     assert torch.equal(x.grad, expected)
     runtime.close()
@@ -557,7 +555,7 @@ def test_what_is_written_while_it_is_copied_is_not_taken_from_the_copy():
         y = x.sin()
         z = y.sum()  # saves nothing
         w = y.exp()  # saved by its backward
-        runtime._session.make_room(1)  # w is exposed: copied, not freed
+        runtime.session.make_room(1)  # w is exposed: copied, not freed
         with torch.no_grad():
             w.mul_(2.0)
         loss = w.sum() + z
@@ -576,9 +574,9 @@ def test_a_changed_page_is_copied_again():
         s.mul_(1.0)  # s is saved by nothing that minds: its new content is what tanh_ saves
         t = s.tanh_()
         out = (t * t).sum()
-        runtime._session.make_room(1 << 40)
+        runtime.session.make_room(1 << 40)
         del h, s, t
-        runtime._session.make_room(1 << 40)
+        runtime.session.make_room(1 << 40)
         try:
             out.backward()
             raised = ""
@@ -661,7 +659,7 @@ def test_the_environment_can_ask_for_it():
     loss, x = swap_out_a_graph(runtime)
     loss.backward()
     assert torch.equal(x.grad, expected_gradient())
-    assert runtime._session.tiers()[0]["cap_bytes"] == 1 << 30
+    assert runtime.session.tiers()[0]["cap_bytes"] == 1 << 30
     runtime.close()
 
 
@@ -680,7 +678,7 @@ def test_profiles_are_ratios_of_real_cards():
 def test_a_lane_keeps_to_its_throttle():
     runtime = swapper(link_bytes_per_s=1e8)
     loss, _ = swap_out_a_graph(runtime)
-    transfers, bytes_, busy_s, _ = runtime._session.tiers()[0]["out"]
+    transfers, bytes_, busy_s, _ = runtime.session.tiers()[0]["out"]
     assert transfers >= 5
     assert bytes_ / busy_s == pytest.approx(1e8, rel=0.05)
     del loss

@@ -95,14 +95,14 @@ class Rescue:
 
     def tighten(self, room_bytes: int = MARGIN_BYTES) -> None:
         """From here on an allocation that needs more than this has to free something first."""
-        self.before = self.runtime._session.counters()
+        self.before = self.runtime.session.counters()
         self.pool_bytes = _C.cpu_pool.rescued_bytes()
         self.limit_bytes = cpu_pool.allocated_bytes() + room_bytes
         _C.cpu_pool.set_soft_limit(self.limit_bytes)
 
     def since(self, name: str) -> int:
         """How far a counter has moved since `tighten`."""
-        return self.runtime._session.counters()[name] - self.before[name]
+        return self.runtime.session.counters()[name] - self.before[name]
 
     def assert_freed(self, least_bytes: int = 1) -> None:
         """By rescues alone, and by the allocator's own count."""
@@ -292,17 +292,17 @@ def test_python_decides_while_an_error_is_on_its_way(policy):
     with runtime.step():
         h, error = x, None
         loss = model(h)
-        runtime._session.set_budget(cpu_pool.allocated_bytes() + MARGIN_BYTES)
-        pumps = runtime._session.counters()["pumps"]
+        runtime.session.set_budget(cpu_pool.allocated_bytes() + MARGIN_BYTES)
+        pumps = runtime.session.counters()["pumps"]
         for _ in range(70):  # the pump has an interval of so many ops
             torch.empty(1)
         try:
             raise_past()
         except Failure as failure:
             error = failure.with_traceback(None)
-        pumped = runtime._session.counters()["pumps"] - pumps
-        drops = runtime._session.counters()["drops"]
-        runtime._session.set_budget(budget)
+        pumped = runtime.session.counters()["pumps"] - pumps
+        drops = runtime.session.counters()["drops"]
+        runtime.session.set_budget(budget)
         loss.backward()
     runtime.close()
     assert error is not None and error.args == ("on its way", 0, "AllocatesWhenItDies")
@@ -378,10 +378,10 @@ def test_another_thread_trains_on_its_own():
     model, x = build()
     with tight() as rescue:
         loss = model(x)
-        packs = rescue.runtime._session.counters()["packs"]
+        packs = rescue.runtime.session.counters()["packs"]
         rescue.tighten()
         on_a_thread(other)
-        assert rescue.runtime._session.counters()["packs"] == packs
+        assert rescue.runtime.session.counters()["packs"] == packs
         loss.backward()
     assert_same_bits(gradients(model) | random_state(), expected)
 
@@ -468,7 +468,7 @@ def test_a_rescue_nested_inside_a_rebuild(inplace):
     with tight() as rescue:
         y, nodes = chain(inplace)
         del y  # only autograd holds them
-        session = rescue.runtime._session
+        session = rescue.runtime.session
         assert session.make_room(7 * MIB) >= 7 * MIB
         rescue.tighten()
         nested = 0
@@ -572,7 +572,7 @@ def test_an_allocation_on_the_pool_of_jit_threads(tmp_path):
             loss = run(x)
             _C.cpu_pool.set_soft_limit(cpu_pool.allocated_bytes() + 65536)
             torch.jit.wait(torch.jit.fork(work, x.detach()[:16], 3 << 18))
-            counters = runtime._session.counters()
+            counters = runtime.session.counters()
             assert counters["rescued_bytes"] > 2 << 20, counters
             loss.backward()
         assert torch.equal(x.grad, expected)
@@ -653,7 +653,7 @@ def test_memory_that_python_owns_is_not_freed_by_a_rescue(tmp_path):
 
         def busy():  # takes the session's lock with the GIL held, all the time
             while not stop:
-                runtime._session.publish(np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.int8), 0)
+                runtime.session.publish(np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.int8), 0)
 
         threads = [threading.Thread(target=busy) for _ in range(2)]
         for thread in threads:
@@ -663,11 +663,11 @@ def test_memory_that_python_owns_is_not_freed_by_a_rescue(tmp_path):
                 with runtime.step():
                     loss = run(w)
                     _C.cpu_pool.set_soft_limit(cpu_pool.allocated_bytes() + 65536)
-                    drops = runtime._session.counters()["drops"]
+                    drops = runtime.session.counters()["drops"]
                     for k in range(20):
                         torch.empty(4_000_000 + 4096 * k)  # more than there is to free
                         time.sleep(0)
-                    drops = runtime._session.counters()["drops"] - drops
+                    drops = runtime.session.counters()["drops"] - drops
                     assert drops <= 8, f"{drops}: more than the results of tanh"
                     loss.backward()
                 assert torch.equal(w.grad, expected)
@@ -676,7 +676,7 @@ def test_memory_that_python_owns_is_not_freed_by_a_rescue(tmp_path):
             stop = True
             for thread in threads:
                 thread.join()
-        assert runtime._session.counters()["rescued_bytes"] > 0
+        assert runtime.session.counters()["rescued_bytes"] > 0
         print("ok")
     """,
     )

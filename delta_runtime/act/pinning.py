@@ -1,7 +1,7 @@
 """Pinning host memory, so that an accelerator's copy engines reach it by themselves.
 
 The runtime registers parts of one reservation with the driver, exactly as large as it wants them: no
-allocator's rounding to powers of two, and no library beside torch.
+allocator's rounding to powers of two. It asks CuPy for that where CuPy is installed, torch otherwise.
 """
 
 from __future__ import annotations
@@ -10,12 +10,24 @@ import contextlib
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
+from delta_runtime.act.cupy_driver import cupy_driver
+
 Pinning: TypeAlias = Callable[[int, int], bool]
 """Address and bytes, both multiples of 4,096; whether it worked."""
+
+
+class Driver(Protocol):
+    """What pinning takes of a CUDA runtime."""
+
+    def register(self, address: int, bytes_: int) -> bool:
+        """Pin memory of the host; whether it worked. What failed is not told to whoever comes next."""
+
+    def unregister(self, address: int) -> bool:
+        """Let go of memory that was pinned, by its first address; whether it worked."""
 
 
 def pinning(device: torch.device) -> tuple[Pinning, Pinning] | None:
@@ -25,19 +37,34 @@ def pinning(device: torch.device) -> tuple[Pinning, Pinning] | None:
     """
     if device.type != "cuda":  # CUDA, and ROCm under the same name
         return None
-    runtime = torch.cuda.cudart()
+    driver: Driver = cupy_driver() or TorchDriver()
 
     def pin(address: int, bytes_: int) -> bool:
         with torch.cuda.device(device):
-            worked = int(runtime.cudaHostRegister(address, bytes_, 0)) == 0
-            if not worked:
-                _forget_last_error()
-            return worked
+            return driver.register(address, bytes_)
 
     def unpin(address: int, bytes_: int) -> bool:
-        return int(runtime.cudaHostUnregister(address)) == 0
+        return driver.unregister(address)
 
     return pin, unpin
+
+
+class TorchDriver:
+    """The CUDA runtime that torch is linked to."""
+
+    def __init__(self) -> None:
+        self._runtime = torch.cuda.cudart()
+
+    def register(self, address: int, bytes_: int) -> bool:
+        """See `Driver`."""
+        worked = int(self._runtime.cudaHostRegister(address, bytes_, 0)) == 0
+        if not worked:
+            _forget_last_error()
+        return worked
+
+    def unregister(self, address: int) -> bool:
+        """See `Driver`."""
+        return int(self._runtime.cudaHostUnregister(address)) == 0
 
 
 def _forget_last_error() -> None:

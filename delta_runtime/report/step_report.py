@@ -192,6 +192,28 @@ class TierUse:
     in_bytes: int
     in_s: float
 
+    @classmethod
+    def of(cls, row: Mapping[str, Any], *, direct: bool) -> TierUse:
+        """Read what the session tells of a tier.
+
+        Args:
+            row: as the session gives it.
+            direct: whether the spill file goes past the page cache.
+        """
+        if row["tier"] == "host":
+            name = "pinned host memory" if row["pinned_bytes"] else "host memory"
+        else:
+            name = "disk (O_DIRECT)" if direct else "disk (page cache)"
+        return cls(
+            name=name,
+            cap_bytes=row["cap_bytes"],
+            peak_bytes=row["peak_used_bytes"],
+            out_bytes=row["out"][1],
+            out_s=row["out"][2],
+            in_bytes=row["in"][1],
+            in_s=row["in"][2],
+        )
+
     def text(self) -> str:
         """How full it was, and what went which way how fast."""
         ways = [

@@ -409,7 +409,7 @@ def _alike(found: Any, wanted: Any) -> bool:
 
 
 def _evictions(runtime: Any) -> int:
-    totals: Mapping[str, Any] = runtime._session.counters()
+    totals: Mapping[str, Any] = runtime.session.counters()
     return int(totals["drops"]) + int(totals["swap_outs"])
 
 
@@ -417,8 +417,8 @@ def left_behind() -> str:
     """What a managed run has left in the process that it should not have; "" if nothing."""
     left = []
     # Not imported here: what the first use of a runtime does to a process is a question, too.
-    module = sys.modules.get("delta_runtime.runtime")
-    if module is not None and module._entered is not None:
+    module = sys.modules.get("delta_runtime.entered")
+    if module is not None and module.entered() is not None:
         left.append("a runtime is still entered")
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         left.append("hooks for saved tensors are still there")

@@ -49,7 +49,7 @@ class Controls:
 
     def delay_lane(self, runtime: delta.Runtime, direction: str, seconds: float) -> None:
         """The lane "out" or "in" does nothing for a while before what is queued next."""
-        (tier,) = runtime._session.tiers()
+        (tier,) = runtime.session.tiers()
         stream_id = tier["streams"][("out", "in").index(direction)]
         if self.fake is not None:
             self.fake.delay(stream_id, seconds)

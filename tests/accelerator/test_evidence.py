@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 def counters(runtime: delta.Runtime) -> dict[str, int]:
-    return runtime._session.counters()
+    return runtime.session.counters()
 
 
 # ---------------------------------------------------------------- the hash
@@ -203,7 +203,7 @@ def test_all_values_are_compared_in_the_same_few_steps(device, controls):
             before = counters(runtime)["comparisons"]
             (w.sin() * w.cos()).sum().backward()
             w.grad = None
-            runtime._boundary()
+            runtime.steps.boundary()
             steps += [step] * (counters(runtime)["comparisons"] - before)
     saved = 2  # values that are dropped in each step
     at = sorted(set(steps))
@@ -336,10 +336,10 @@ def test_a_copy_of_what_was_overwritten_is_loud(device, controls):
         try:
             with runtime.step():
                 out, address = forward()
-                runtime._session.begin_copies()
+                runtime.session.begin_copies()
                 torch.accelerator.synchronize()
                 ctypes.memset(address, 7, w.nbytes)
-                runtime._session.make_room(1 << 40)
+                runtime.session.make_room(1 << 40)
                 out.backward()
         except delta.RecomputeMismatch as error:
             loud.append((step, "swapped out" in str(error)))
@@ -502,7 +502,7 @@ def test_room_for_hashes_is_there_when_the_card_is_full(device, controls):
         torch.accelerator.empty_cache()
         if controls.simulated:
             controls.capacity(1)
-        runtime._session.make_room(1 << 40)
+        runtime.session.make_room(1 << 40)
         assert counters(runtime)["drops"] >= 2 and counters(runtime)["unhashed"] == 0
         controls.capacity(0)
         loss.backward()
@@ -518,13 +518,13 @@ def test_what_cannot_be_hashed_is_counted_or_stays(device, controls, verify):
         pytest.skip("a card cannot be made full at will")
     w = torch.linspace(0.1, 1, 1 << 21).to(device).requires_grad_()
     runtime = delta.Runtime(1 << 20, device=str(device), policy="recompute", verify=verify)
-    runtime._session.set_budget(1 << 34)  # nothing goes before it is asked for
+    runtime.session.set_budget(1 << 34)  # nothing goes before it is asked for
     with runtime.step():
         loss = (w.sin() * w.cos()).sum()
         torch.accelerator.synchronize()
         torch.accelerator.empty_cache()
         controls.capacity(1)
-        runtime._session.make_room(1 << 40)
+        runtime.session.make_room(1 << 40)
         found = counters(runtime)
         controls.capacity(0)
         loss.backward()

@@ -139,8 +139,8 @@ def swap_out_a_graph(runtime: delta.Runtime, x: torch.Tensor, early=lambda: None
     with runtime.step():
         loss = chain_of_sines(x)
         early()
-        runtime._session.make_room(1 << 40)
-    assert runtime._session.counters()["swapped_now_bytes"] > 0
+        runtime.session.make_room(1 << 40)
+    assert runtime.session.counters()["swapped_now_bytes"] > 0
     return loss
 
 
@@ -192,7 +192,7 @@ def test_a_graph_that_was_swapped_out_whole(device, controls):
     controls.slow_copies(50e6)
     runtime = swapper(device)
     assert torch.equal(gradient(device, runtime, late=lambda: controls.delay(0.3)), expected)
-    counters = runtime._session.counters()
+    counters = runtime.session.counters()
     assert counters["swap_outs"] >= 5 and counters["swap_ins"] >= 5
     runtime.close()
 
@@ -210,7 +210,7 @@ def delayed(device, controls, where: str, verify: str = "off") -> torch.Tensor:
     with poisoned_host_memory():
         found = gradient(device, runtime, early, late)
     torch.accelerator.synchronize()
-    counters = runtime._session.counters()
+    counters = runtime.session.counters()
     assert counters["swap_outs"] >= 5 and counters["swap_ins"] >= 5
     runtime.close()
     return found
@@ -257,8 +257,8 @@ def test_what_was_used_on_two_streams_stays(device, controls):
         torch.accelerator.current_stream().wait_stream(other)
         loss = (y.cos() * z.cos()).sum()
         del y, z
-        runtime._session.make_room(1 << 40)
-        kept_bytes = runtime._session.counters()["managed_resident_bytes"]
+        runtime.session.make_room(1 << 40)
+        kept_bytes = runtime.session.counters()["managed_resident_bytes"]
         loss.backward()
     assert kept_bytes >= 2 * (1 << 20), "y and z were used on two streams"
     x2 = x.detach().requires_grad_()
@@ -279,9 +279,9 @@ def test_the_host_does_not_wait_for_slow_copies(device, controls):
         torch.accelerator.synchronize()
         controls.slow_copies(10e6)  # 0.1 s for each page
         begin = time.perf_counter()
-        runtime._session.make_room(1 << 40)
+        runtime.session.make_room(1 << 40)
         took_s = time.perf_counter() - begin
-    assert runtime._session.counters()["swapped_now_bytes"] >= 5 << 20
+    assert runtime.session.counters()["swapped_now_bytes"] >= 5 << 20
     assert took_s < 0.2
     controls.slow_copies(0)
     loss.backward()
@@ -295,8 +295,8 @@ def test_host_memory_is_given_back(device, controls):
     for _ in range(3):
         gradient(device, runtime)
     torch.accelerator.synchronize()
-    runtime._session.take_in_transfers()
-    (tier,) = runtime._session.tiers()
+    runtime.session.take_in_transfers()
+    (tier,) = runtime.session.tiers()
     assert tier["used_bytes"] == 0 and tier["peak_used_bytes"] >= 5 << 20
     assert tier["out"][1] >= 15 << 20 and tier["in"][1] >= 15 << 20
     assert tier["out"][2] > 0
@@ -374,7 +374,7 @@ def test_a_device_that_fails_kills_nobody(device, controls, failing):
     def step() -> None:
         with runtime.step():
             loss = chain_of_sines(x)
-            runtime._session.make_room(1 << 40)
+            runtime.session.make_room(1 << 40)
             failing(True)
             del loss
             gc.collect()
@@ -386,7 +386,7 @@ def test_a_device_that_fails_kills_nobody(device, controls, failing):
     failing(False)
     controls.slow_copies(0)
     torch.accelerator.synchronize()
-    assert runtime._session.counters()["failed_writes"] > 0
+    assert runtime.session.counters()["failed_writes"] > 0
     with runtime.step():
         chain_of_sines(x).backward()
     runtime.close()
@@ -401,11 +401,11 @@ def test_what_was_on_its_way_back_is_recomputed_when_the_device_fails(device, co
     x = torch.linspace(0, 1, 1 << 18).to(device).requires_grad_()
     loss = swap_out_a_graph(runtime, x)
     torch.accelerator.synchronize()
-    runtime._session.take_in_transfers()
+    runtime.session.take_in_transfers()
 
     def fail(_: object) -> None:
         failing(True)
-        runtime._session.take_in_transfers()
+        runtime.session.take_in_transfers()
         failing(False)
 
     controls.slow_copies(20e6)
@@ -415,6 +415,6 @@ def test_what_was_on_its_way_back_is_recomputed_when_the_device_fails(device, co
         loss.backward()
     controls.slow_copies(0)
     torch.accelerator.synchronize()
-    assert runtime._session.counters()["failed_reads"] > 0
+    assert runtime.session.counters()["failed_reads"] > 0
     assert torch.equal(x.grad.cpu(), gradient(device, None))
     runtime.close()

@@ -94,12 +94,12 @@ def test_a_page_comes_back_to_its_own_stream(device, controls):
             current().wait_stream(side)
             z = out.sin().sum()
             torch.accelerator.synchronize()
-            runtime._session.make_room(1 << 40)
+            runtime.session.make_room(1 << 40)
             torch.accelerator.synchronize()
             z.backward()
         torch.accelerator.synchronize()
         assert torch.equal(x.grad.cpu(), x.detach().cpu()), f"step {step}"
-    assert runtime._session.counters()["swap_ins"] >= STEPS
+    assert runtime.session.counters()["swap_ins"] >= STEPS
     runtime.close()
 
 
@@ -118,7 +118,7 @@ def test_a_buffer_of_another_stream_stays(device, controls):
                 out = Saves.apply(x, buffer, lambda: None)
                 buffer = None
                 controls.slow_copies(20e6)
-                runtime._session.make_room(1 << 40)
+                runtime.session.make_room(1 << 40)
             other = torch.full((ELEMENTS,), 7.0, device=device)  # takes what came free
             torch.accelerator.synchronize()
             controls.slow_copies(0)
@@ -152,7 +152,7 @@ def test_no_python_runs_inside_a_copy(device, controls):
         loss = chain(x)
         graphs.append(chain(x))
         with Spy():
-            runtime._session.make_room(1 << 40)
+            runtime.session.make_room(1 << 40)
             assert seen == []
             loss.backward()
         assert seen
@@ -178,19 +178,19 @@ def test_room_is_made_of_what_is_on_its_way_back(device, controls):
     freed: list[int] = []
 
     def late(_: object) -> None:
-        freed.append(runtime._session.make_room(1 << 40))
+        freed.append(runtime.session.make_room(1 << 40))
 
     with runtime.step():
         loss = chain(x)
-        runtime._session.make_room(1 << 40)
+        runtime.session.make_room(1 << 40)
         torch.accelerator.synchronize()
-        runtime._session.take_in_transfers()
+        runtime.session.take_in_transfers()
         controls.slow_copies(50e6)
         node = loss.grad_fn.next_functions[0][0].next_functions[0][0]
         node.register_prehook(late)
         loss.backward()
     controls.slow_copies(0)
-    assert runtime._session.counters()["prefetches"] > 2
+    assert runtime.session.counters()["prefetches"] > 2
     assert freed and freed[0] >= BYTES
     y = x.detach().requires_grad_()
     chain(y).backward()

@@ -167,8 +167,8 @@ def test_a_value_is_compared_again_within_fifty_steps() -> None:
                 pass
             (w.sin() * w.cos()).sum().backward()
             w.grad = None
-            runtime._boundary()
-        counted = runtime._session.counters()["comparisons"]
+            runtime.steps.boundary()
+        counted = runtime.session.counters()["comparisons"]
     saved = 2  # values that are dropped in each step
     assert saved * (2 + 120 // 50) <= counted <= saved * (2 + 120 // 20)
 
@@ -177,7 +177,7 @@ def test_evidence_off_compares_nothing() -> None:
     w = leaf(N, N)
     with delta.Runtime("100%", device="cpu", policy="stress_drop_all", verify="off") as runtime:
         (w.sin() * w.cos()).sum().backward()
-        assert runtime._session.counters()["comparisons"] == 0
+        assert runtime.session.counters()["comparisons"] == 0
 
 
 def test_writes_of_another_thread_are_loud_without_the_watch() -> None:
@@ -292,7 +292,7 @@ def test_an_op_that_was_trusted_is_loud_within_fifty_steps_of_the_first_differen
             finally:
                 w.grad = None
             assert k < first + 50
-            runtime._boundary()
+            runtime.steps.boundary()
         assert first <= k
         drifting(w).sum().backward()  # the next step works
 

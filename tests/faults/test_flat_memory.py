@@ -280,8 +280,8 @@ def test_a_loop_whose_graphs_die_unused_is_not_remembered(entered: bool) -> None
     with runtime if entered else runtime.step():
         for k in range(4000):
             loss_without_backward(state, k)
-        assert not runtime._session.logging()
-        assert not runtime._session.logged_ops()
+        assert not runtime.session.logging()
+        assert not runtime.session.logged_ops()
         state["model"](state["x"]).square().mean().backward()
     with runtime.step():  # the next one is
         state["model"](state["x"]).square().mean().backward()

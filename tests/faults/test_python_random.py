@@ -113,7 +113,7 @@ moved = {"entered": "delta_runtime" in sys.modules, "own": repr(own)}
 
 def test_a_budget_in_the_environment() -> None:
     """The same script with and without it draws the same numbers."""
-    entered = "import delta_runtime.runtime as r; assert r._entered is not None"
+    entered = "from delta_runtime.entered import entered; assert entered() is not None"
     settings = {"DELTA_BUDGET": "100%", "DELTA_DEVICE": "cpu", "DELTA_REPORT": "off"}
     without = _moved(AMBIENT % "")
     ambient = _moved(AMBIENT % entered, **settings)

@@ -107,8 +107,8 @@ def swap_out_a_graph(runtime: delta.Runtime) -> tuple[torch.Tensor, torch.Tensor
     """A loss whose saved tensors are in host memory, and its leaf."""
     with runtime.step():
         loss, x = sines()
-        runtime._session.make_room(1 << 40)
-    assert runtime._session.counters()["swapped_now_bytes"] >= 5 << 20
+        runtime.session.make_room(1 << 40)
+    assert runtime.session.counters()["swapped_now_bytes"] >= 5 << 20
     return loss, x
 
 

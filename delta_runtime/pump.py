@@ -1,0 +1,122 @@
+"""Between the session and the ledger: events out of the one, the order of victims back into it.
+
+Covers how the account is kept, and the ranking for which the session asks when memory gets tight and no plan says what
+leaves. Does not cover what leaves (online), nor the record of a step (record).
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from delta_runtime.act.tiers import Tiers
+from delta_runtime.core.events import Distance, Events, PublishQueue, Residency
+from delta_runtime.core.transfer import Links
+from delta_runtime.extension import _C
+from delta_runtime.online.ledger import Ledger, LedgerError
+from delta_runtime.online.policies import Policy
+from delta_runtime.record.step_log import drain_events
+
+logger = logging.getLogger(__name__)
+
+_DISTANCE = {Distance.NONE: 0, Distance.STALENESS: 1, Distance.NEXT_USE: 2}
+# Until a filter has ranked a page, C++ ranks it by the nearest local formula (DefaultWeight).
+_DEFAULT_WEIGHT = {"delta": 1, "largest": 1, "lru": 2, "next_use": 2}
+
+
+class Pump:
+    """Keeps the account of one session, and ranks what is there.
+
+    Args:
+        session: of the runtime.
+        policy: says what goes first.
+        budget_bytes: what may be live.
+        tiers: below the device.
+        checked: whether the ledger verifies itself after each event.
+    """
+
+    def __init__(
+        self,
+        session: _C.Session,
+        policy: Policy,
+        budget_bytes: int,
+        tiers: Tiers,
+        *,
+        checked: bool,
+    ) -> None:
+        self._session = session
+        self._policy = policy
+        self._budget_bytes = budget_bytes
+        self._tiers = tiers
+        self._checked = checked
+        self._ledger = Ledger(policy, checked=checked)
+        self._logged: list[Events] = []  # of the step that is logged now
+        filter_name = policy.filter.name if policy.filter else "msps"
+        session.set_default_weight(_DEFAULT_WEIGHT.get(filter_name, 0))
+        self.distance = (
+            Distance.NEXT_USE
+            if policy.plans
+            else policy.filter.distance
+            if policy.filter
+            else Distance.NONE
+        )
+        """What weights are divided by when room is needed."""
+        session.set_distance(_DISTANCE[self.distance])
+        self.tick_s = 0.0
+        """Mean seconds of an op; 0 as long as nothing is known."""
+
+    def drain(self) -> None:
+        """Take in all that has happened since the last time."""
+        events = drain_events(self._session)
+        if not len(events):
+            return
+        if self._session.logging():
+            self._logged.append(events)
+        try:
+            self._ledger.handle(events, budget_bytes=self._budget_bytes, links=self.links())
+        except LedgerError:
+            if self._checked:
+                raise
+            logger.exception("delta_runtime: the ledger is spent; a new one starts")
+            self._ledger = Ledger(self._policy)
+
+    def take_logged(self) -> Events | None:
+        """The events of the step that was logged, for its record; None where there are none."""
+        logged, self._logged = self._logged, []
+        return np.concatenate(logged) if logged else None
+
+    def rank(self, need_bytes: int) -> None:
+        """Rank what is there, when room is needed and no plan says what leaves.
+
+        Args:
+            need_bytes: that are asked for.
+        """
+        self.drain()
+        queue: PublishQueue = self._ledger.rank(int(self._session.tick()), self.links())
+        distance = queue.distance if not self._policy.plans else self.distance
+        self._session.publish(
+            np.ascontiguousarray(queue.pages),
+            np.ascontiguousarray(queue.weights),
+            np.ascontiguousarray(queue.exits),
+            _DISTANCE[distance],
+        )
+
+    def links(self) -> Links:
+        """What is known of the lanes now: the throttle, or what they were seen to do."""
+        if Residency.HOST not in self._policy.evicts_to:
+            return Links()
+        nearest = self._session.tiers()[0]
+        throttle = self._tiers.link_bytes_per_s if nearest["tier"] == "host" else 0.0
+        speed = {}
+        for name in ("out", "in"):
+            _, bytes_, busy_s, _ = nearest[name]
+            speed[name] = throttle or (bytes_ / busy_s if busy_s > 0 else 0.0)
+        return Links(
+            out_bytes_per_s=speed["out"],
+            in_bytes_per_s=speed["in"],
+            out_queued_bytes=nearest["out"][3],
+            in_queued_bytes=nearest["in"][3],
+            store_bytes=nearest["cap_bytes"],
+            tick_s=self.tick_s,
+        )

@@ -1,0 +1,353 @@
+"""The steps of a runtime: where each begins and ends, what it came to, and what is learned from it.
+
+Note: steps and their boundaries
+  1. Inside `runtime.step()` the step is the block. While the runtime is only entered, a step ends
+     when something runs after backward, and a new one begins after an optimizer stepped. A backward
+     that keeps its graph (retain_graph, create_graph) ends nothing: another one of the step follows.
+  2. An optimizer's step is observed but not taped: it holds nothing evictable. Where something is
+     still dropped when it begins, the weights that recipes read get a copy before they change.
+  3. A step whose forward has been seen before follows the plan made from it; otherwise the policy's
+     filter decides online.
+
+Covers one session's steps. Does not cover entering and leaving (runtime), nor what a user sees of a step (report).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from delta_runtime import raw_access
+from delta_runtime.act.plans import follow
+from delta_runtime.act.tiers import Tiers
+from delta_runtime.config import Config
+from delta_runtime.core.errors import BudgetInfeasible, RecomputeMismatch
+from delta_runtime.core.events import Bounds, Distance, Residency
+from delta_runtime.core.interrupts import Interrupted
+from delta_runtime.core.step_graph import StepGraph
+from delta_runtime.core.units import format_bytes
+from delta_runtime.core.warn import warn
+from delta_runtime.extension import _C, shielded
+from delta_runtime.online.policies import Policy, Stress
+from delta_runtime.plan_cache import DIFFERS_BYTES, PlanCache, StepCost
+from delta_runtime.planning_time import PlanningTime
+from delta_runtime.pump import Pump
+from delta_runtime.record.step_log import read_step_graph
+from delta_runtime.report.step_report import StepTotals
+from delta_runtime.report.step_warnings import StepWarnings
+from delta_runtime.report.trace import TRACE_DTYPE, Trace
+from delta_runtime.standing_aside import StandingAside
+
+logger = logging.getLogger(__name__)
+
+
+class Steps:
+    """The steps of one session, one after the other.
+
+    Args:
+        session: of the runtime.
+        config: its settings.
+        policy: how it decides.
+        device: that it manages.
+        budget_bytes: that it was given.
+        tiers: below the device.
+        after_step: called behind each step that was observed.
+    """
+
+    def __init__(
+        self,
+        session: _C.Session,
+        config: Config,
+        policy: Policy,
+        device: torch.device,
+        budget_bytes: int,
+        tiers: Tiers,
+        after_step: Callable[[], None],
+    ) -> None:
+        self._session = session
+        self._config = config
+        self._policy = policy
+        self._on_cpu = device.type == "cpu"
+        self._after_step = after_step
+        self._budget_bytes = budget_bytes
+        self.pump = Pump(session, policy, budget_bytes, tiers, checked=config.check)
+        self.totals = StepTotals()
+        """Of all steps."""
+        self.last: StepTotals | None = None
+        """Of the last one."""
+        self.graph: StepGraph | None = None
+        """The record of the step that was logged last, with the least seconds of all runs of it."""
+        self.kept_bytes = budget_bytes
+        """What is kept to: the budget, or a higher peak where that cannot be met."""
+        self.planning = PlanningTime()
+        self.last_planning_s = 0.0
+        """Seconds of planning behind the last step."""
+        self.plans = self._new_plans()
+        """The graphs that are known, and their plans."""
+        self.aside = StandingAside()
+        """Which steps are left alone."""
+        self.around_s = 0.0
+        """Seconds that entering and leaving the last step took, planning left out."""
+        self.in_block = False
+        """Whether the step that goes on is the block of a `runtime.step()`."""
+        self.begin_s = 0.0
+        """When the step that goes on began, by `time.perf_counter`."""
+        self._logged = False
+        self._warnings = StepWarnings(budget_bytes, tiers.spill.directory if tiers.spill else None)
+        self._trace = Trace(config.trace) if config.trace else None
+        session.set_tracing(self._trace is not None)
+
+    @property
+    def ranks(self) -> bool:
+        """Whether Python ranks online: there is a filter and no stress."""
+        return self._policy.filter is not None and self._policy.stress is Stress.NONE
+
+    def _new_plans(self) -> PlanCache:
+        policy = self._policy
+        return PlanCache(
+            plans=policy.plans,
+            drops=Residency.DROPPED in policy.evicts_to,
+            swaps=Residency.HOST in policy.evicts_to,
+            yields=bool(policy.evicts_to) and self.ranks and not self._config.strict,
+            planning=self.planning,
+        )
+
+    # ------------------------------------------------------------------ where they begin and end
+
+    def begin(self) -> None:
+        """Begin a step."""
+        _C.release_repointed()
+        self._session.set_taping(True)  # an optimizer that raised has left it off
+        missed = self.last is not None and self.last.plan_misses > 0
+        went_on = self.last is not None and self.last.managed_unpacks > 0
+        self._logged = self.plans.wants_log(missed=missed, went_on=went_on)
+        self._session.set_logging(self._logged)
+        raw_access.take_back()
+        self._session.begin_step()
+        self.begin_s = time.perf_counter()
+
+    def boundary(self) -> None:
+        """End a step, and begin the next."""
+        self.finish()
+        self.begin()
+
+    def on_boundary(self, _: int) -> None:
+        """The same where something ran behind a backward; inside of a block, the block goes on."""
+        if not self.in_block:
+            self.boundary()
+
+    @shielded
+    def before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Take in that an optimizer is about to step."""
+        if any(callable(a) for a in args[1:]) or callable(kwargs.get("closure")):
+            return  # a closure runs forward and backward inside the optimizer's step
+        self.judge()
+        self._session.forget_past()
+        if self._session.counters()["dropped_now_bytes"]:
+            # Not every optimizer writes through the dispatcher, where we would see it.
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._session.prepare_write(parameter)
+        self._session.set_taping(False)
+
+    @shielded
+    def after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Take in that it has stepped."""
+        self._session.set_taping(True)
+        self.on_boundary(0)
+        self.judge()  # of a closure
+
+    def judge(self) -> None:
+        """On an accelerator, learn if what came back is what went; waits for it where there is something to learn.
+
+        Raises:
+            RecomputeMismatch: something came back different, and the gradients were computed with it.
+        """
+        if not self._on_cpu and (text := self._session.judge()):
+            raise RecomputeMismatch(text)
+
+    def warn_of_mismatch(self) -> None:
+        """What `judge` would raise, where another error is on its way; whoever comes next raises it."""
+        if not self._on_cpu and (text := self._session.judge(later=True)):
+            with contextlib.suppress(Warning):  # where warnings are errors
+                warn(text)
+
+    def begin_alone(self) -> None:
+        """Begin a step of which nothing is observed; for what it does, the runtime is not there."""
+        self.begin_s = time.perf_counter()
+        _C.cpu_pool.reset_step_peak()
+
+    def finish_alone(self, *, whole: bool) -> int:
+        """End such a step.
+
+        Args:
+            whole: whether it did not raise.
+
+        Returns:
+            Its peak, in bytes.
+        """
+        seconds = time.perf_counter() - self.begin_s
+        peak_bytes: int = _C.cpu_pool.step_peak_bytes() + self.totals.uncounted_bytes
+        totals = self.totals
+        self.totals = replace(
+            totals,
+            steps=totals.steps + 1,
+            alone_steps=totals.alone_steps + 1,
+            over_budget_steps=totals.over_budget_steps + (peak_bytes > self._budget_bytes),
+            peak_bytes=max(totals.peak_bytes, peak_bytes),
+        )
+        self.planning.trained(seconds)
+        if whole:
+            self.aside.was_alone(seconds)
+        return peak_bytes
+
+    def finish(self, *, whole: bool = True, marked: bool = False) -> None:
+        """Close the step's account, unless nothing was saved in it.
+
+        Args:
+            whole: whether there is something to learn from it: it did not raise.
+            marked: whether it was a block of its own, with nothing entered around it.
+        """
+        if not self._on_cpu:
+            self._session.judge(later=True)
+        if self._session.packs() == self.totals.packs:
+            return
+        counters = self._session.counters()
+        self._session.end_step()
+        seconds = time.perf_counter() - self.begin_s
+        self.planning.trained(seconds)
+        self.pump.drain()
+        step_peak_bytes = counters["step_peak_bytes"]
+        over = bool(self._policy.evicts_to) and step_peak_bytes > self._budget_bytes
+        before = self.totals
+        self.totals = StepTotals.from_counters(
+            counters,
+            steps=before.steps + 1,
+            alone_steps=before.alone_steps,
+            over_budget_steps=before.over_budget_steps + over,
+            peak_bytes=max(before.peak_bytes, step_peak_bytes),
+        )
+        self.last = self.totals.since(before, peak_bytes=step_peak_bytes)
+        before_s = self.planning.spent_s
+        try:
+            if whole:
+                with self.planning.planning():
+                    self._learn(self.last, seconds, marked=marked)
+        except Interrupted:
+            self.plans = self._new_plans()  # what is left of it is half of a plan
+        except Exception:
+            # A plan only makes steps faster; without it the filter decides online.
+            logger.exception("delta_runtime: no plan could be made for this step")
+        self.pump.take_logged()
+        self.last_planning_s = self.planning.spent_s - before_s
+        if over:
+            self._warnings.over_budget(step_peak_bytes, self.bounds(), self.kept_bytes)
+        self._warnings.failed_copies(self.totals)
+        if self._trace is not None:
+            self._trace.add_step(np.frombuffer(self._session.drain_trace(), dtype=TRACE_DTYPE))
+        self._after_step()
+
+    def end(self) -> None:
+        """Write the trace, where one was asked for. No step follows."""
+        if self._trace is not None:
+            self._trace.write(self._session.logged_names())
+
+    # ------------------------------------------------------------------ what is learned
+
+    def _learn(self, last: StepTotals, seconds: float, *, marked: bool) -> None:
+        """Take the step in, with its record if there is one, and tell the session what comes of it."""
+        cost = StepCost(
+            fingerprint=int(self._session.fingerprint()),
+            ops=last.ops,
+            begin_bytes=last.begin_bytes,
+            peak_bytes=last.peak_bytes,
+            seconds=seconds,
+            rebuild_s=last.rebuild_s if self._on_cpu else 0.0,
+            whole=last.managed_unpacks > 0,
+            around_s=self.around_s,
+        )
+        self.plans.saw(cost)
+        changed = False
+        if not self._logged and self._followed_plan(last):
+            changed = self.plans.judge(last.rebuild_s, last.out_stall_s + last.in_stall_s)
+        events = self.pump.take_logged() if self._logged else None
+        graph = read_step_graph(self._session, events) if events is not None else None
+        if graph is not None and len(graph.saved) > 0:
+            links = self.pump.links()
+            self.graph = graph = self.plans.learn(graph, self._budget_bytes, links)
+            self.pump.tick_s = graph.seconds / graph.n_ops if graph.n_ops else 0.0
+            changed = self._policy.plans or self.pump.distance is Distance.NEXT_USE
+        elif not self._logged:
+            changed |= self.plans.tend(self._budget_bytes, self.pump.links())
+        if changed:
+            follow(self._session, self.plans.plans())
+        kept_bytes = self.plans.kept_bytes(self._budget_bytes)
+        if kept_bytes != self.kept_bytes:
+            self.kept_bytes = kept_bytes
+            self._session.set_budget(kept_bytes)
+        if marked and self._may_stand_aside:
+            self.aside.saw(cost, settled=self.plans.relieved)
+
+    @property
+    def _may_stand_aside(self) -> bool:
+        """Whether steps may be left alone, where their beginning and end are told."""
+        return (
+            self._on_cpu
+            and not self._config.strict
+            and self._policy.stress is Stress.NONE
+            and self._trace is None
+        )
+
+    def _followed_plan(self, last: StepTotals) -> bool:
+        """Whether the last step was the recorded one, backward included, and its seconds were seen.
+
+        On an accelerator the host does not wait for the lanes: its clock says nothing of them.
+        """
+        graph = self.graph
+        return (
+            self._on_cpu
+            and graph is not None
+            and not last.plan_misses
+            and last.plan_hits >= len(graph.saved)
+            and last.managed_unpacks >= len(graph.uses)
+        )
+
+    def bounds(self) -> Bounds:
+        """Of the steps that were recorded whole; else what the last one has shown."""
+        known = self.plans.bounds
+        if known is not None:
+            return known
+        last = self.last
+        return Bounds(last.stuck_bytes, last.stuck_op, 0) if last else Bounds(0, "", 0)
+
+    def infeasible(self) -> BudgetInfeasible:
+        """What is to be said of a budget that cannot be met."""
+        counters = self._session.counters()
+        refused_bytes = _C.cpu_pool.take_refused_bytes() if self._on_cpu else 0
+        bounds = self.bounds()
+        stuck_bytes = counters["stuck_bytes"] - DIFFERS_BYTES
+        if stuck_bytes > bounds.lower_bytes:
+            bounds = Bounds(stuck_bytes, counters["stuck_op"], bounds.least_bytes)
+        details = [f"an allocation that makes {format_bytes(refused_bytes)} live"] * bool(
+            refused_bytes
+        )
+        details += [
+            f"{format_bytes(counters['exposed_bytes'])} of saved tensors are held by code outside "
+            "autograd",
+            f"{format_bytes(counters['uncounted_bytes'])} are older than the pool",
+        ]
+        return BudgetInfeasible(
+            self._budget_bytes,
+            bounds.lower_bytes,
+            bounds.lower_op,
+            max(bounds.least_bytes, refused_bytes) if bounds.least_bytes else 0,
+            "; ".join(details),
+        )

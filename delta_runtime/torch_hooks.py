@@ -1,0 +1,200 @@
+"""What a runtime puts into torch while it is entered, and takes away again.
+
+Saved-tensor hooks, the observer, the hooks around optimizers' steps, the methods of tensors that write past the
+dispatcher, and torch.func's way of switching hooks off. Covers one set of these at a time, on one thread. Does not
+cover what they do: the session does that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from delta_runtime import optimizer_hooks, raw_access, saved_leaves
+from delta_runtime.core.warn import warn
+from delta_runtime.extension import _C, shielded
+from delta_runtime.optimizer_hooks import OptimizerHook
+
+HookPair: TypeAlias = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+_attached: TorchHooks | None = None
+_torch_disable_saved_tensors_hooks = torch.autograd.graph.disable_saved_tensors_hooks
+
+
+class TorchHooks:
+    """The hooks of one runtime.
+
+    Args:
+        session: of the runtime; it packs and unpacks.
+        on_cpu: whether the device is the CPU pool.
+        strict: whether an allocation above the budget is an error.
+        boundary: called at the first op behind a backward.
+        pump: called when room is needed and no plan says what leaves; None where nobody ranks.
+        drain: called when many events have piled up.
+        before_optimizer, after_optimizer: called around each step of an optimizer.
+    """
+
+    def __init__(
+        self,
+        session: _C.Session,
+        *,
+        on_cpu: bool,
+        strict: bool,
+        boundary: Callable[[int], None],
+        pump: Callable[[int], None] | None,
+        drain: Callable[[int], None],
+        before_optimizer: OptimizerHook,
+        after_optimizer: OptimizerHook,
+    ) -> None:
+        self._session = session
+        self._on_cpu = on_cpu
+        self._strict = strict
+        self._pump = pump
+        self._drain = drain
+        self._before_optimizer = before_optimizer
+        self._after_optimizer = after_optimizer
+        self.boundary = boundary
+        self.pair: HookPair = (session.pack_hook(), session.unpack_hook())
+        """The two that autograd calls."""
+        self.thread = threading.current_thread()
+        """That the runtime was entered on last."""
+        self.entry = 0
+        """Changes whenever the runtime is entered or left: whoever is inside of another entry has lost its own."""
+        self.are_attached = False
+
+    def attach(self, above: Sequence[HookPair] = ()) -> None:
+        """Put all in place, below the hooks in `above`."""
+        global _attached
+        _attached = self
+        self.are_attached = True
+        self._session.set_pump(self._pump)
+        self._session.set_boundary(self.boundary)
+        self._session.set_drain(self._drain)
+        self._session.enter()
+        raw_access.listen(self._session)
+        saved_leaves.install()
+        _C.watch_data_setter()
+        if self._on_cpu:
+            _C.cpu_pool.set_soft_limit_is_hard(self._strict)
+        for pair in (self.pair, *above):
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+        torch.autograd.graph.disable_saved_tensors_hooks = _disable_saved_tensors_hooks
+        optimizer_hooks.attach(self._before_optimizer, self._after_optimizer)
+
+    def detach(self) -> None:
+        """Take away what `attach` put in place, or as much of it as there is. Idempotent."""
+        if not self.are_attached:
+            return
+        self.are_attached = False
+        try:
+            above = self.above()
+            if above is not None:
+                for _ in (self.pair, *above):
+                    torch._C._autograd._pop_saved_tensors_default_hooks()
+                for pair in above:
+                    torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+        finally:
+            self._take_from_process()
+
+    def abandon(self) -> None:
+        """Take away what is not of the thread that entered: that thread ended, and its hooks with it."""
+        self.are_attached = False
+        self._take_from_process()
+
+    def _take_from_process(self) -> None:
+        global _attached
+        if _attached is self:
+            _attached = None
+        optimizer_hooks.detach(self._before_optimizer)
+        torch.autograd.graph.disable_saved_tensors_hooks = _torch_disable_saved_tensors_hooks
+        self._session.leave()
+        self._session.set_pump(None)
+        self._session.set_boundary(None)
+        self._session.set_drain(None)
+        if self._on_cpu:
+            _C.cpu_pool.set_soft_limit_is_hard(False)
+
+    def above(self) -> list[HookPair] | None:
+        """The hooks that others put on top of ours and have not taken away yet, lowest first.
+
+        None where ours are not there.
+        """
+        above: list[HookPair] = []
+        found = False
+        while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+            found = top[0] is self.pair[0]
+            if found:
+                break
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            above.append(top)
+        above.reverse()
+        for pair in above:
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+        return above if found else None
+
+
+class disable(contextlib.ContextDecorator):  # noqa: N801  used like a function
+    """Takes the entered runtime's hooks, observer and soft limit away for the duration of a block."""
+
+    def __init__(self) -> None:
+        self._hooks: TorchHooks | None = None
+        self._entry = 0  # that this is inside of
+        self._above: Sequence[HookPair] = ()
+
+    def _recreate_cm(self) -> disable:
+        return disable()
+
+    @shielded
+    def __enter__(self) -> None:
+        hooks = _attached
+        if hooks is None or hooks.thread is not threading.current_thread():
+            return
+        self._above = hooks.above() or ()
+        self._hooks, self._entry = hooks, hooks.entry
+        hooks.detach()
+
+    @shielded
+    def __exit__(self, *_: object) -> None:
+        hooks, self._hooks = self._hooks, None
+        if hooks is None or hooks.entry != self._entry:
+            return  # left meanwhile: there is nothing to put back
+        if hooks.thread is not threading.current_thread():
+            warn(
+                "delta_runtime: a block of delta_runtime.disable() ended on another thread than the one "
+                "it began on. The runtime stays off until it is left and entered again.",
+            )
+            return
+        for _pair in self._above:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        hooks.attach(self._above)
+
+
+class _disable_saved_tensors_hooks(contextlib.ContextDecorator):  # noqa: N801  as torch's
+    """Stands down for what cannot bear hooks (torch.func), where torch would raise because of ours.
+
+    Hooks that somebody else put on top of ours still make torch raise, as it should.
+    """
+
+    def __init__(self, error_message: str) -> None:
+        self._message = error_message
+        self._stack = contextlib.ExitStack()
+
+    def _recreate_cm(self) -> _disable_saved_tensors_hooks:
+        return _disable_saved_tensors_hooks(self._message)
+
+    @shielded
+    def __enter__(self) -> None:
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        with contextlib.ExitStack() as stack:
+            if _attached is not None and top is not None and top[0] is _attached.pair[0]:
+                stack.enter_context(disable())
+            stack.enter_context(_torch_disable_saved_tensors_hooks(self._message))
+            self._stack = stack.pop_all()
+
+    @shielded
+    def __exit__(self, *raised: Any) -> None:
+        self._stack.__exit__(*raised)
