@@ -169,8 +169,8 @@ py::dict counters_of(const Session& s) {
   d["boundary_evictions"] = c.boundary_evictions;
   d["rescues"] = c.rescues;
   d["rescued_bytes"] = c.rescued_bytes;
-  d["shortfalls"] = c.overshoots;
-  d["shortfall_bytes"] = c.overshoot_bytes;
+  d["shortfalls"] = c.shortfalls;
+  d["shortfall_bytes"] = c.shortfall_bytes;
   d["shortcuts"] = c.shortcuts;
   d["shortcut_failures"] = c.shortcut_failures;
   d["comparisons"] = c.comparisons;
@@ -349,7 +349,7 @@ void bind_pool(py::module_& m) {
   pool.def("step_peak_bytes", &cpu_pool::step_peak_bytes);
   pool.def("rescue_count", &cpu_pool::rescue_count);
   pool.def("rescued_bytes", &cpu_pool::rescued_bytes);
-  pool.def("overshoot_peak_bytes", &cpu_pool::overshoot_peak_bytes);
+  pool.def("over_limit_peak_bytes", &cpu_pool::over_limit_peak_bytes);
   pool.def("reset_counters", &cpu_pool::reset_counters);
 }
 

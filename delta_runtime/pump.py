@@ -11,7 +11,7 @@ import logging
 import numpy as np
 
 from delta_runtime.act.tiers import Tiers
-from delta_runtime.core.events import Distance, Events, PublishQueue, Residency
+from delta_runtime.core.events import Distance, Events, PublishQueue, Residency, Shortfall
 from delta_runtime.core.transfer import Links
 from delta_runtime.extension import _C
 from delta_runtime.online.ledger import Ledger, LedgerError
@@ -31,7 +31,6 @@ class Pump:
     Args:
         session: of the runtime.
         policy: says what goes first.
-        budget_bytes: what may be live.
         tiers: below the device.
         checked: whether the ledger verifies itself after each event.
     """
@@ -40,14 +39,12 @@ class Pump:
         self,
         session: _C.Session,
         policy: Policy,
-        budget_bytes: int,
         tiers: Tiers,
         *,
         checked: bool,
     ) -> None:
         self._session = session
         self._policy = policy
-        self._budget_bytes = budget_bytes
         self._tiers = tiers
         self._checked = checked
         self._ledger = Ledger(policy, checked=checked)
@@ -74,7 +71,7 @@ class Pump:
         if self._session.logging():
             self._logged.append(events)
         try:
-            self._ledger.handle(events, budget_bytes=self._budget_bytes, links=self.links())
+            self._ledger.handle(events)
         except LedgerError:
             if self._checked:
                 raise
@@ -85,6 +82,10 @@ class Pump:
         """The events of the step that was logged, for its record; None where there are none."""
         logged, self._logged = self._logged, []
         return np.concatenate(logged) if logged else None
+
+    def take_shortfall(self) -> Shortfall | None:
+        """The worst request for room since this was asked last that could not be met; None where all were."""
+        return self._ledger.take_shortfall()
 
     def rank(self, need_bytes: int) -> None:
         """Rank what is there, when room is needed and no plan says what leaves.
@@ -104,7 +105,7 @@ class Pump:
 
     def links(self) -> Links:
         """What is known of the lanes now: the throttle, or what they were seen to do."""
-        if Residency.HOST not in self._policy.evicts_to:
+        if Residency.SWAPPED not in self._policy.evicts_to:
             return Links()
         nearest = self._session.tiers()[0]
         throttle = self._tiers.link_bytes_per_s if nearest["tier"] == "host" else 0.0

@@ -128,7 +128,7 @@ class Runtime:
         self.budget_bytes = resolve_budget(config, self.device)
         self.tiers = tiers = open_tiers(config, self.device)
         try:
-            below = {Residency.HOST} if tiers else set()
+            below = {Residency.SWAPPED} if tiers else set()
             self.policy = policy = policy.on(frozenset({Residency.DROPPED} | below))
             self.session = self._new_session(config, policy, tiers)
         finally:
@@ -152,7 +152,7 @@ class Runtime:
         self._closed = False
 
     def _new_session(self, config: Config, policy: Policy, tiers: Tiers) -> _C.Session:
-        swaps = Residency.HOST in policy.evicts_to
+        swaps = Residency.SWAPPED in policy.evicts_to
         pins = pinning(self.device) if swaps else None
         return _C.Session(
             device=str(self.device),
@@ -381,6 +381,7 @@ class Runtime:
             kept_bytes=steps.kept_bytes if steps.kept_bytes > self.budget_bytes else 0,
             tiers=tuple(TierUse.of(each, direct=direct) for each in self.session.tiers()),
             process=_launched().text(),
+            shortfall=steps.shortfall,
         )
 
     def graph(self) -> StepGraph:

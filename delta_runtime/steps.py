@@ -29,7 +29,7 @@ from delta_runtime.act.plans import follow
 from delta_runtime.act.tiers import Tiers
 from delta_runtime.config import Config
 from delta_runtime.core.errors import BudgetInfeasible, RecomputeMismatch
-from delta_runtime.core.events import Bounds, Distance, Residency
+from delta_runtime.core.events import Bounds, Distance, Residency, Shortfall
 from delta_runtime.core.interrupts import Interrupted
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.units import format_bytes
@@ -77,13 +77,15 @@ class Steps:
         self._on_cpu = device.type == "cpu"
         self._after_step = after_step
         self._budget_bytes = budget_bytes
-        self.pump = Pump(session, policy, budget_bytes, tiers, checked=config.check)
+        self.pump = Pump(session, policy, tiers, checked=config.check)
         self.totals = StepTotals()
         """Of all steps."""
         self.last: StepTotals | None = None
         """Of the last one."""
         self.graph: StepGraph | None = None
         """The record of the step that was logged last, with the least seconds of all runs of it."""
+        self.shortfall: Shortfall | None = None
+        """The worst request for room of all steps that could not be met; None where all were."""
         self.kept_bytes = budget_bytes
         """What is kept to: the budget, or a higher peak where that cannot be met."""
         self.planning = PlanningTime()
@@ -114,7 +116,7 @@ class Steps:
         return PlanCache(
             plans=policy.plans,
             drops=Residency.DROPPED in policy.evicts_to,
-            swaps=Residency.HOST in policy.evicts_to,
+            swaps=Residency.SWAPPED in policy.evicts_to,
             yields=bool(policy.evicts_to) and self.ranks and not self._config.strict,
             planning=self.planning,
         )
@@ -225,6 +227,7 @@ class Steps:
         seconds = time.perf_counter() - self.begin_s
         self.planning.trained(seconds)
         self.pump.drain()
+        self._take_in(self.pump.take_shortfall())
         step_peak_bytes = counters["step_peak_bytes"]
         over = bool(self._policy.evicts_to) and step_peak_bytes > self._budget_bytes
         before = self.totals
@@ -254,6 +257,11 @@ class Steps:
         if self._trace is not None:
             self._trace.add_step(np.frombuffer(self._session.drain_trace(), dtype=TRACE_DTYPE))
         self._after_step()
+
+    def _take_in(self, shortfall: Shortfall | None) -> None:
+        worst = self.shortfall
+        if shortfall and (worst is None or shortfall.missing_bytes > worst.missing_bytes):
+            self.shortfall = shortfall
 
     def end(self) -> None:
         """Write the trace, where one was asked for. No step follows."""
@@ -330,6 +338,8 @@ class Steps:
 
     def infeasible(self) -> BudgetInfeasible:
         """What is to be said of a budget that cannot be met."""
+        self.pump.drain()
+        self._take_in(self.pump.take_shortfall())
         counters = self._session.counters()
         refused_bytes = _C.cpu_pool.take_refused_bytes() if self._on_cpu else 0
         bounds = self.bounds()
@@ -339,6 +349,8 @@ class Steps:
         details = [f"an allocation that makes {format_bytes(refused_bytes)} live"] * bool(
             refused_bytes
         )
+        if self.shortfall is not None:
+            details.append(self.shortfall.text())
         details += [
             f"{format_bytes(counters['exposed_bytes'])} of saved tensors are held by code outside "
             "autograd",

@@ -193,7 +193,7 @@ class World:
 
     def tiers(self, policy: Policy) -> dict[str, object]:
         """Host memory, disk, or both below the device, for a policy that swaps."""
-        if Residency.HOST not in policy.evicts_to:
+        if Residency.SWAPPED not in policy.evicts_to:
             return {}
         below: dict[str, object] = {}
         which = self.random.choice(("host", "host", "disk", "both"))

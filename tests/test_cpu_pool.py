@@ -265,7 +265,7 @@ def test_a_soft_limit_without_a_runtime_does_nothing():
         block = torch.ones(MIB)
         assert float(block.sum()) == MIB
         assert _C.cpu_pool.rescue_count() == 0
-        assert _C.cpu_pool.overshoot_peak_bytes() >= 4 * MIB
+        assert _C.cpu_pool.over_limit_peak_bytes() >= 4 * MIB
     finally:
         _C.cpu_pool.set_soft_limit(0)
 

@@ -171,7 +171,7 @@ def test_steps_inside_half_give_the_same_bits(ordinary, inside):
     report = runtime.report()
     assert report.totals.steps == STEPS
     assert report.last.drops > 0 and report.last.rebuilds > 0
-    assert report.overshoot_bytes == 0
+    assert report.over_budget_bytes == 0
     runtime.close()
 
 
@@ -230,7 +230,7 @@ def test_an_optimizer_that_calls_a_closure(ordinary):
     with delta.Runtime(ordinary.budget()) as runtime:
         assert_same_bits(run(), expected)
     assert runtime.report().totals.drops > 0
-    assert runtime.report().overshoot_bytes == 0
+    assert runtime.report().over_budget_bytes == 0
 
 
 def test_alternating_shapes(ordinary):
@@ -503,10 +503,20 @@ def test_over_the_budget_it_warns_once_and_gives_the_same_bits(ordinary):
         assert_same_bits(train(runtime), ordinary.snapshot)
     assert len(caught) == 1
     report = runtime.report()
-    assert report.overshoot_bytes == report.totals.peak_bytes - report.budget_bytes > 0
+    assert report.over_budget_bytes == report.totals.peak_bytes - report.budget_bytes > 0
     assert "passed by" in report.verdict()
     assert report.bounds.lower_op and report.bounds.lower_op in report.verdict()
     assert report.budget_bytes < report.bounds.lower_bytes <= report.bounds.least_bytes
+    assert report.shortfall is not None and report.shortfall.missing_bytes > 0
+    assert "not found when asked for" in str(report)
+
+
+def test_where_all_was_found_nothing_is_said_of_room(ordinary):
+    runtime = delta.Runtime(ordinary.budget())
+    train(runtime)
+    assert runtime.report().shortfall is None
+    assert "not found when asked for" not in str(runtime.report())
+    runtime.close()
 
 
 def test_strict_raises_budget_infeasible_and_one_can_go_on(ordinary):
@@ -522,6 +532,7 @@ def test_strict_raises_budget_infeasible_and_one_can_go_on(ordinary):
     assert error.lower_bound_bytes > budget
     assert error.lower_bound_op.startswith("aten::")
     assert error.lower_bound_op in str(error)
+    assert "were not found when room was asked for" in str(error)
     assert isinstance(error.__cause__, torch.OutOfMemoryError)
     assert_same_bits(parameters(model), before)
     runtime.close()

@@ -347,14 +347,14 @@ int64_t Session::make_room(int64_t bytes, bool inside_allocation) {
     emit(EventKind::Rescue, nullptr, bytes, 0);
   }
   if (freed < bytes) {
-    ++counters_.overshoots;
-    counters_.overshoot_bytes = std::max(counters_.overshoot_bytes, bytes - freed);
+    ++counters_.shortfalls;
+    counters_.shortfall_bytes = std::max(counters_.shortfall_bytes, bytes - freed);
     int64_t exposed = 0;
     for (Page* page : candidates_) {
       exposed += is_alone(*page) ? 0 : page->bytes;
     }
     counters_.exposed_bytes = std::max(counters_.exposed_bytes, exposed);
-    emit(EventKind::Overshoot, nullptr, bytes - freed, 0);
+    emit(EventKind::Shortfall, nullptr, bytes - freed, 0);
   }
   return freed;
 }

@@ -28,7 +28,7 @@ std::atomic<int64_t> g_capacity{0};
 std::atomic<int64_t> g_allocations{0};
 std::atomic<int64_t> g_rescues{0};
 std::atomic<int64_t> g_rescued_bytes{0};
-std::atomic<int64_t> g_overshoot_peak{0};
+std::atomic<int64_t> g_over_limit_peak{0};
 std::atomic<int64_t> g_passed{0};
 std::atomic<int64_t> g_refused{0};
 std::atomic<RescueFn> g_rescue{nullptr};
@@ -156,7 +156,7 @@ class PoolAllocator final : public c10::Allocator {
         live = g_live.load(std::memory_order_relaxed);
       }
       if (live > soft) {
-        raise_to(g_overshoot_peak, live - soft);
+        raise_to(g_over_limit_peak, live - soft);
         raise_to(g_passed, live);
       }
     }
@@ -239,13 +239,13 @@ int64_t window_peak_bytes() { return g_window_peak.load(std::memory_order_relaxe
 int64_t rescue_count() { return g_rescues.load(); }
 int64_t rescued_bytes() { return g_rescued_bytes.load(); }
 int64_t take_refused_bytes() { return g_refused.exchange(0); }
-int64_t overshoot_peak_bytes() { return g_overshoot_peak.load(); }
+int64_t over_limit_peak_bytes() { return g_over_limit_peak.load(); }
 int64_t passed_bytes() { return g_passed.load(std::memory_order_relaxed); }
 void reset_passed() { g_passed.store(0); }
 void reset_counters() {
   g_rescues.store(0);
   g_rescued_bytes.store(0);
-  g_overshoot_peak.store(0);
+  g_over_limit_peak.store(0);
 }
 
 }  // namespace cpu_pool

@@ -65,7 +65,7 @@ take_refused_bytes();  // what the last refused allocation would have made live;
 // not asked for room below that again, unless the limit is hard.
 int64_t passed_bytes();
 void reset_passed();
-int64_t overshoot_peak_bytes();  // how far live bytes went above the soft limit at the worst
+int64_t over_limit_peak_bytes();  // how far live bytes went above the soft limit at the worst
 void reset_counters();
 
 }  // namespace cpu_pool

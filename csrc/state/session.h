@@ -52,7 +52,7 @@ enum class EventKind : int32_t {
   SwappedIn = 8,
   Step = 9,
   Rescue = 10,
-  Overshoot = 11,
+  Shortfall = 11,
   Replayed = 12,
   Alone = 13,
 };
@@ -168,8 +168,8 @@ struct Counters {
   int64_t boundary_evictions = 0;
   int64_t rescues = 0;
   int64_t rescued_bytes = 0;
-  int64_t overshoots = 0;
-  int64_t overshoot_bytes = 0;  // the worst
+  int64_t shortfalls = 0;
+  int64_t shortfall_bytes = 0;  // the worst
   int64_t comparisons = 0;      // of what came back with what went
   int64_t mismatches = 0;       // that came out different
   int64_t unhashed = 0;         // to be compared, but there was no room for a hash on the device

@@ -1,7 +1,7 @@
-"""The words that recorder, ledger and victim queue share: events, residencies, actions.
+"""The words that recorder, ledger and victim queue share: events, residencies, the order of victims.
 
 Covers what crosses a layer: the layout of the events that C++ hands over, the residencies of a page
-with their table of legal moves, and the actions that the decider returns. Does not cover the step
+with their table of legal moves, and the order in which pages may leave. Does not cover the step
 graph and plans, nor anything that holds a tensor: everything here is keys, bytes and seconds.
 
 A *page* is one managed storage with live tickets. Page ids are int64, increase, and are never used
@@ -18,6 +18,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from delta_runtime.core.units import format_bytes
 
 IntColumn: TypeAlias = npt.NDArray[np.int64]
 FloatColumn: TypeAlias = npt.NDArray[np.float64]
@@ -64,7 +66,7 @@ class EventKind(enum.IntEnum):
     """A step ended."""
     RESCUE = 10
     """An allocation of `bytes` inside an op had to ask for room."""
-    OVERSHOOT = 11
+    SHORTFALL = 11
     """A request for room could not be met; `bytes` were still missing."""
     REPLAYED = 12
     """An op ran again for a rebuild; `key` of a value that it made, `seconds` as measured, `reason`
@@ -89,32 +91,22 @@ EVENT_DTYPE = np.dtype(
 
 
 class Residency(enum.IntEnum):
-    """Where the bytes of a page are. The ledger has HOST for every tier below the device."""
+    """Where the bytes of a page are, by the ledger. Bytes are on the device until a copy of them is done."""
 
     RESIDENT = 0
-    SWAPPING_OUT = 1
-    HOST = 2
-    DISK = 3
-    SWAPPING_IN = 4
-    DROPPED = 5
-    RELEASED = 6
+    """On the device."""
+    SWAPPED = 1
+    """In a tier below the device, host memory or disk."""
+    DROPPED = 2
+    """Nowhere: they are to be recomputed."""
+    RELEASED = 3
+    """Nowhere, and nobody asks for them any more."""
 
 
 LEGAL_MOVES: Mapping[Residency, frozenset[Residency]] = MappingProxyType(
     {
-        Residency.RESIDENT: frozenset(
-            {Residency.SWAPPING_OUT, Residency.HOST, Residency.DROPPED, Residency.RELEASED}
-        ),
-        Residency.SWAPPING_OUT: frozenset(
-            {Residency.RESIDENT, Residency.HOST, Residency.DISK, Residency.RELEASED}
-        ),
-        Residency.HOST: frozenset(
-            {Residency.SWAPPING_IN, Residency.RESIDENT, Residency.DISK, Residency.RELEASED}
-        ),
-        Residency.DISK: frozenset({Residency.SWAPPING_IN, Residency.RELEASED}),
-        Residency.SWAPPING_IN: frozenset(
-            {Residency.RESIDENT, Residency.HOST, Residency.DISK, Residency.RELEASED}
-        ),
+        Residency.RESIDENT: frozenset({Residency.SWAPPED, Residency.DROPPED, Residency.RELEASED}),
+        Residency.SWAPPED: frozenset({Residency.RESIDENT, Residency.RELEASED}),
         Residency.DROPPED: frozenset({Residency.RESIDENT, Residency.RELEASED}),
         Residency.RELEASED: frozenset(),
     }
@@ -169,33 +161,33 @@ class PublishQueue:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """Requests for room could not be met, and this is why. One for each batch of events.
-
-    The worst request of the batch is described, by the account as it was at that moment.
+class Shortfall:
+    """A request for room that could not be met in full, by the account as it was at that moment.
 
     Args:
-        tick: When the worst request came.
-        requests: How many requests of the batch could not be met.
-        missing_bytes: What the worst one still missed after everything else had been freed.
-        available_bytes: Resident bytes with an admissible recipe that could nevertheless not be
-            freed: in use by the open op, exposed, or not yet in the published queue.
-        pinned_bytes: Resident bytes that may not be dropped, for want of an admissible recipe.
-        pinned_pages: The largest of these pages, largest first, at most eight.
-        smallest_budget_bytes: The budget that would have met this request without freeing more;
-            0 when the caller named no budget.
+        tick: when it came.
+        missing_bytes: what it still missed after everything else had been freed.
+        movable_bytes: of resident pages that may be dropped, and were not: in use by the op, held by code
+            outside of autograd, or not in the published queue yet.
+        pinned_bytes: of resident pages that may not be dropped, for want of an admissible recipe.
+        largest_pinned_bytes: of the largest of these.
     """
 
     tick: int
-    requests: int
     missing_bytes: int
-    available_bytes: int
+    movable_bytes: int
     pinned_bytes: int
-    pinned_pages: tuple[int, ...]
-    smallest_budget_bytes: int
+    largest_pinned_bytes: int
 
-
-Action: TypeAlias = PublishQueue | Refusal
+    def text(self) -> str:
+        """What was missing, and what stayed, in words."""
+        pinned = format_bytes(self.pinned_bytes)
+        if self.pinned_bytes > self.largest_pinned_bytes:
+            pinned += f" (the largest of {format_bytes(self.largest_pinned_bytes)})"
+        return (
+            f"{format_bytes(self.missing_bytes)} were not found when room was asked for, while {pinned} could "
+            f"not be recomputed and {format_bytes(self.movable_bytes)} were in use or held by others"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,11 +31,8 @@ class NextUses:
         self._seen_keys.append(keys[known])
         self._seen_leads.append(np.maximum(leads[known], 0))
 
-    def end_step(self) -> int:
-        """Learn from the step that ended; return how many of its uses had not been foreseen.
-
-        A step without a use (forward only) teaches nothing.
-        """
+    def end_step(self) -> None:
+        """Learn from the step that ended. A step without a use (forward only) teaches nothing."""
         seen = [
             np.concatenate(each or [self._names[:0]])
             for each in (self._seen_keys, self._seen_leads)
@@ -43,15 +40,13 @@ class NextUses:
         self._seen_keys, self._seen_leads = [], []
         keys, leads = seen
         if not len(keys):
-            return 0
-        missed = int(np.count_nonzero(~np.isin(keys, self._names))) if len(self._names) else 0
+            return
         order = np.lexsort((leads, keys))
         self._leads = leads[order]
         self._names, firsts, group = np.unique(keys[order], return_index=True, return_inverse=True)
         self._firsts = np.append(firsts, len(keys))
         self._span = int(leads.max()) + 2
         self._places = group * self._span + self._leads
-        return missed
 
     def next_lead(self, keys: IntColumn, at_least: IntColumn) -> IntColumn:
         """Return for each key its first lead >= `at_least`, UNKNOWN_TICK where there is none."""

@@ -90,7 +90,7 @@ class Policy:
         return replace(self, evicts_to=evicts_to)
 
 
-_BOTH = (Residency.HOST, Residency.DROPPED)
+_BOTH = (Residency.SWAPPED, Residency.DROPPED)
 
 
 def _online(name: str, description: str) -> Policy:
@@ -122,7 +122,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
                 "swap only; follow a plan once the step repeats",
                 FILTERS["next_use"],
                 plans=True,
-                evicts_to=(Residency.HOST,),
+                evicts_to=(Residency.SWAPPED,),
             ),
             Policy(
                 "delta",
@@ -162,7 +162,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
                 "stress_swap_all",
                 "tests only: swap out everything, all the time",
                 FILTERS["lru"],
-                evicts_to=(Residency.HOST,),
+                evicts_to=(Residency.SWAPPED,),
                 stress=Stress.SWAP_ALL,
             ),
             Policy(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from delta_runtime.core.events import Bounds
+from delta_runtime.core.events import Bounds, Shortfall
 from delta_runtime.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -244,6 +244,7 @@ class StepReport:
         kept_bytes: the peak that is kept to because the budget cannot be met; 0 where it is not given up.
         tiers: what became of each tier below the device, nearest first.
         process: which of several this is, beginning with its rank; empty where there is one only.
+        shortfall: the worst request for room that could not be met; None where all were.
     """
 
     budget_bytes: int
@@ -257,13 +258,14 @@ class StepReport:
     kept_bytes: int = 0
     tiers: tuple[TierUse, ...] = ()
     process: str = ""
+    shortfall: Shortfall | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain dicts and numbers."""
         return asdict(self)
 
     @property
-    def overshoot_bytes(self) -> int:
+    def over_budget_bytes(self) -> int:
         """How far the peak of any step lay above the budget; 0 where it never did."""
         return max(0, self.totals.peak_bytes - self.budget_bytes) if self.budget_bytes else 0
 
@@ -275,7 +277,7 @@ class StepReport:
             return "No step with saved tensors has run inside the runtime yet."
         if self.budget_bytes == 0:
             return "The policy evicts nothing; the step was only observed."
-        if self.overshoot_bytes:
+        if self.over_budget_bytes:
             held = (
                 f"; {format_bytes(totals.exposed_bytes)} of saved tensors were held by code outside autograd"
                 if totals.exposed_bytes
@@ -284,7 +286,7 @@ class StepReport:
             most = "up to " if several else ""
             when = f" in {totals.over_budget_steps:,} of {totals.steps:,} steps" if several else ""
             return (
-                f"The budget was passed by {most}{format_bytes(self.overshoot_bytes)}{when}: "
+                f"The budget was passed by {most}{format_bytes(self.over_budget_bytes)}{when}: "
                 f"{self._needs()}{held}."
             )
         over = f", over {totals.steps:,} steps" if several else ""
@@ -407,8 +409,12 @@ class StepReport:
         table.add_row(
             "over the budget",
             format_bytes(max(0, last.peak_bytes - self.budget_bytes) if self.budget_bytes else 0),
-            format_bytes(self.overshoot_bytes),
+            format_bytes(self.over_budget_bytes),
         )
+        if self.shortfall is not None:
+            table.add_row(
+                "not found when asked for", "", format_bytes(self.shortfall.missing_bytes)
+            )
         size("managed", "packed_bytes")
         size("dropped", "dropped_bytes")
         size("recomputed", "rebuilt_bytes")

@@ -13,7 +13,7 @@ from delta_runtime.online.filters import FILTERS
 from delta_runtime.online.policies import POLICIES, Policy, Stress, get_policy
 
 NO_TIER = frozenset({Residency.DROPPED})
-HOST_TIER = frozenset({Residency.DROPPED, Residency.HOST})
+HOST_TIER = frozenset({Residency.DROPPED, Residency.SWAPPED})
 
 
 def test_what_users_choose():
@@ -49,11 +49,11 @@ def test_stress_is_for_the_stress_policies_only():
 
 def test_a_policy_goes_where_the_device_has_a_tier():
     for name, each in POLICIES.items():
-        if each.evicts_to == (Residency.HOST,):
+        if each.evicts_to == (Residency.SWAPPED,):
             with pytest.raises(UsageError, match="no tier below"):
                 each.on(NO_TIER)
         else:
-            assert Residency.HOST not in each.on(NO_TIER).evicts_to
+            assert Residency.SWAPPED not in each.on(NO_TIER).evicts_to
         assert each.on(HOST_TIER).evicts_to == each.evicts_to, name
     assert get_policy("recompute").on(HOST_TIER).evicts_to == (Residency.DROPPED,)
 
