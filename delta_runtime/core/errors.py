@@ -146,13 +146,6 @@ class InplaceModification(DeltaError, RuntimeError):
     """
 
 
-class PlanDiverged(DeltaError):
-    """The running step is not the one that the plan was made for.
-
-    Internal: the runtime catches it, decides online for the rest of the step, and says so.
-    """
-
-
 class UsageError(DeltaError, ValueError):
     """An argument, an environment variable or an order of calls that makes no sense.
 

@@ -10,7 +10,6 @@ from delta_runtime.core.errors import (
     BudgetInfeasible,
     DeltaError,
     InplaceModification,
-    PlanDiverged,
     RecomputeMismatch,
     UsageError,
 )
@@ -20,7 +19,7 @@ GIB = 1024**3
 
 def test_all_errors_derive_from_delta_error():
     found = {v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, Exception)}
-    assert found >= {BudgetInfeasible, InplaceModification, PlanDiverged, RecomputeMismatch}
+    assert found >= {BudgetInfeasible, InplaceModification, RecomputeMismatch}
     assert all(issubclass(error, DeltaError) for error in found)
     assert issubclass(InplaceModification, RuntimeError)  # as autograd's own
     assert issubclass(UsageError, ValueError)

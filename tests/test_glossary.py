@@ -1,0 +1,90 @@
+"""Types and columns are named by plain English, by terms of the field, and by what docs/glossary.md explains."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+_PLAIN = """
+    activation affordable alone around aside at away back backward begin begins boundary bounds bytes cache cap
+    check children clones cloned column columns comparisons config copy cost costs description dir direct
+    directory disable distance end ends enterable error evaluation evaluator event excess failed failures falls
+    file finding hits host in infeasible inplace input inputs ins interrupted invalid kind known label largest
+    last late launched least live local lost lower min mismatch mismatches misses missing modification movable
+    name next now number offsets on ordinary out outs over parents peak per persistent planning possible predicted
+    process publish queue queued rank read reads record refusals repeats report rises runs searched seconds seed
+    seen size span standing strict table tensors text time times to totals trace uncounted unhashed usage use uses
+    vain wait walk warnings weights whole with work world write writes written
+"""
+PLAIN = set(_PLAIN.split())
+"""Words that mean here what they mean anywhere."""
+
+_FIELD = "cupy delta descriptor disk driver flops graph op ops packed packs s torch unpacks verify"
+FIELD = set(_FIELD.split())
+"""Words of PyTorch, of operating systems and of units."""
+
+
+def words_of(name: str) -> set[str]:
+    parts = name.strip("_").split("_")
+    return {
+        word.lower() for part in parts for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+", part)
+    }
+
+
+def names_in(source: str) -> set[str]:
+    """Names of classes, and of the columns and fields that they declare."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            found.add(node.name)
+            found |= {
+                each.target.id
+                for each in node.body
+                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+            }
+    return found
+
+
+def explained() -> set[str]:
+    """Words of the glossary's terms, as they stand and as their endings make them."""
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    terms = re.findall(r"^\| \*\*(.+?)\*\* \|", text, re.MULTILINE)
+    terms += re.findall(r"\*(\w+)\*", text)
+    return {word.lower() for term in terms for word in re.findall(r"[A-Za-z]+", term)}
+
+
+def is_known(word: str, known: set[str]) -> bool:
+    endings = ("", "s", "es", "d", "ed", "ped", "ing")
+    stems = {word.removesuffix(each) for each in endings if word.endswith(each)}
+    return bool(stems & known) or any(word + each in known for each in ("s", "ed", "e"))
+
+
+def test_each_word_of_a_name_is_plain_or_explained():
+    known = PLAIN | FIELD | explained()
+    unknown = {
+        f"{word} (in {name}, {path.relative_to(ROOT)})"
+        for path in (ROOT / "delta_runtime").rglob("*.py")
+        for name in names_in(path.read_text(encoding="utf-8"))
+        for word in words_of(name)
+        if not is_known(word, known)
+    }
+    assert not unknown, "say what it means in docs/glossary.md: " + ", ".join(sorted(unknown))
+
+
+def test_an_unexplained_word_is_found():
+    (name,) = names_in("class Frobnicator:\n    pass\n")
+    assert not is_known(*words_of(name), PLAIN | FIELD | explained())
+
+
+def test_no_word_of_the_lists_is_left_over():
+    """A word that no name has any more goes from the lists."""
+    used = {
+        word
+        for path in (ROOT / "delta_runtime").rglob("*.py")
+        for name in names_in(path.read_text(encoding="utf-8"))
+        for word in words_of(name)
+    }
+    assert not (PLAIN | FIELD) - used
