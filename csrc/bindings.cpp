@@ -144,8 +144,8 @@ template <class T>
 std::vector<T> rows_from(const py::buffer& buffer) {
   auto info = buffer.request();
   constexpr auto kSize = static_cast<py::ssize_t>(sizeof(T));
-  const bool fits = info.ndim == 1 && info.itemsize == kSize &&
-                    (info.size <= 1 || info.strides[0] == kSize);
+  const bool fits =
+      info.ndim == 1 && info.itemsize == kSize && (info.size <= 1 || info.strides[0] == kSize);
   TORCH_CHECK_VALUE(fits, "a column has to be one contiguous row of numbers of ", kSize,
                     " bytes each");
   const auto* begin = static_cast<const T*>(info.ptr);
@@ -511,26 +511,26 @@ void bind_session(py::module_& m) {
 }
 
 void bind_plan(py::module_& m) {
-  py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
-      .def(py::init([](const py::buffer& fingerprints, const py::buffer& weights,
-                       const py::buffer& use_offsets, const py::buffer& uses,
-                       const py::buffer& interval_offsets, const py::buffer& begins,
-                       const py::buffer& exits, const py::buffer& copy_back_at) {
-             auto plan = std::make_shared<Plan>();
-             plan->fingerprint = rows_from<uint64_t>(fingerprints);
-             plan->weight = rows_from<double>(weights);
-             plan->use_offsets = rows_from<int64_t>(use_offsets);
-             plan->uses = rows_from<int64_t>(uses);
-             plan->interval_offsets = rows_from<int64_t>(interval_offsets);
-             plan->begin = rows_from<int64_t>(begins);
-             plan->exit = rows_from<int64_t>(exits);
-             plan->copy_back_at = rows_from<int64_t>(copy_back_at);
-             plan->check();
-             return plan;
-           }),
-           py::kw_only(), py::arg("fingerprints"), py::arg("weights"), py::arg("use_offsets"),
-           py::arg("uses"), py::arg("interval_offsets"), py::arg("begins"), py::arg("exits"),
-           py::arg("copy_back_at"));
+  py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(
+      py::init([](const py::buffer& fingerprints, const py::buffer& weights,
+                  const py::buffer& use_offsets, const py::buffer& uses,
+                  const py::buffer& interval_offsets, const py::buffer& begins,
+                  const py::buffer& exits, const py::buffer& copy_back_at) {
+        auto plan = std::make_shared<Plan>();
+        plan->fingerprint = rows_from<uint64_t>(fingerprints);
+        plan->weight = rows_from<double>(weights);
+        plan->use_offsets = rows_from<int64_t>(use_offsets);
+        plan->uses = rows_from<int64_t>(uses);
+        plan->interval_offsets = rows_from<int64_t>(interval_offsets);
+        plan->begin = rows_from<int64_t>(begins);
+        plan->exit = rows_from<int64_t>(exits);
+        plan->copy_back_at = rows_from<int64_t>(copy_back_at);
+        plan->check();
+        return plan;
+      }),
+      py::kw_only(), py::arg("fingerprints"), py::arg("weights"), py::arg("use_offsets"),
+      py::arg("uses"), py::arg("interval_offsets"), py::arg("begins"), py::arg("exits"),
+      py::arg("copy_back_at"));
 }
 
 // Where the value lies that a ticket stands for.

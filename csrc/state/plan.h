@@ -1,4 +1,5 @@
-// A plan, as the session carries it out: what is to become of each value of a step that comes again.
+// A plan, as the session carries it out: what is to become of each value of a step that comes
+// again.
 #pragma once
 
 #include <cstddef>
@@ -11,11 +12,12 @@ namespace delta {
 constexpr int64_t kStays = -1;  // the exit of a value that the plan does not move
 constexpr int64_t kNever = -1;  // the tick of a copy back that there is none of
 
-// Columns over the values of a recorded step, and over the intervals that a plan keeps them on the device for.
-// delta_runtime/core/plan.py says what they mean. Ticks count from the step's begin.
+// Columns over the values of a recorded step, and over the intervals that a plan keeps them on the
+// device for. delta_runtime/core/plan.py says what they mean. Ticks count from the step's begin.
 //
 // Note: what is carried out of a plan
-//   1. A value leaves when room is needed: what a plan moves goes before all else, in the order of the weights.
+//   1. A value leaves when room is needed: what a plan moves goes before all else, in the order of
+//   the weights.
 //      So the end of an interval is not read.
 //   2. What was copied starts to come back at its tick.
 //   3. What was rebuilt before its next interval begins goes again before all else.
@@ -37,7 +39,8 @@ struct Plan {
   // How the value leaves; kStays where it does not.
   int64_t exit_of(std::size_t key) const;
   int64_t copy_back_of(std::size_t key) const;
-  // First tick of the interval behind the gap; 0 where there is no gap, past every tick where none follows.
+  // First tick of the interval behind the gap; 0 where there is no gap, past every tick where none
+  // follows.
   int64_t back_at(std::size_t key) const;
 };
 

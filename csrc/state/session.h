@@ -639,7 +639,7 @@ struct Session : c10::intrusive_ptr_target {
   ska::flat_hash_map<uint64_t, const OpInfo*> log_names_;
 
   std::vector<std::shared_ptr<const Plan>> plans_;  // of the steps that are known, latest first
-  const Plan* plan_ = nullptr;  // that this step follows
+  const Plan* plan_ = nullptr;                      // that this step follows
   Distance distance_ = Distance::None;
   DefaultWeight default_weight_ = DefaultWeight::SecondsPerByte;
   std::function<void(int64_t)> pump_;      // Python decides; called at op boundaries only
