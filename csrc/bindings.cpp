@@ -514,7 +514,7 @@ void bind_plan(py::module_& m) {
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(
       py::init([](const py::buffer& fingerprints, const py::buffer& weights,
                   const py::buffer& use_offsets, const py::buffer& uses,
-                  const py::buffer& interval_offsets, const py::buffer& begins,
+                  const py::buffer& interval_offsets, const py::buffer& dropped_twice,
                   const py::buffer& exits, const py::buffer& copy_back_at) {
         auto plan = std::make_shared<Plan>();
         plan->fingerprint = rows_from<uint64_t>(fingerprints);
@@ -522,14 +522,14 @@ void bind_plan(py::module_& m) {
         plan->use_offsets = rows_from<int64_t>(use_offsets);
         plan->uses = rows_from<int64_t>(uses);
         plan->interval_offsets = rows_from<int64_t>(interval_offsets);
-        plan->begin = rows_from<int64_t>(begins);
+        plan->dropped_twice = rows_from<int8_t>(dropped_twice);
         plan->exit = rows_from<int64_t>(exits);
         plan->copy_back_at = rows_from<int64_t>(copy_back_at);
         plan->check();
         return plan;
       }),
       py::kw_only(), py::arg("fingerprints"), py::arg("weights"), py::arg("use_offsets"),
-      py::arg("uses"), py::arg("interval_offsets"), py::arg("begins"), py::arg("exits"),
+      py::arg("uses"), py::arg("interval_offsets"), py::arg("dropped_twice"), py::arg("exits"),
       py::arg("copy_back_at"));
 }
 

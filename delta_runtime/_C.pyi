@@ -46,7 +46,7 @@ class Plan:
         use_offsets: Column,
         uses: Column,
         interval_offsets: Column,
-        begins: Column,
+        dropped_twice: Column,
         exits: Column,
         copy_back_at: Column,
     ) -> None: ...

@@ -422,7 +422,7 @@ void Session::follow(const Plan& plan, Page& page) {
   if (page.planned) {
     page.exit = static_cast<Exit>(exit);
   }
-  const bool goes = page.rebuilt ? tick_ - step_begin_tick_ < plan.back_at(row) : page.planned;
+  const bool goes = page.rebuilt ? plan.dropped_twice[row] != 0 : page.planned;
   page.weight = plan.weight[row] * (goes ? kPlannedWeight : 1);
   const int64_t at = plan.copy_back_of(row);
   page.prefetch_at = at == kNever ? -1 : at + step_begin_tick_;

@@ -24,9 +24,9 @@ void Plan::check() const {
   TORCH_CHECK_VALUE(weight.size() == values, "a plan has ", weight.size(), " weights for ", values,
                     " values");
   check_offsets(use_offsets, values, uses.size(), "uses");
-  check_offsets(interval_offsets, values, begin.size(), "intervals");
-  TORCH_CHECK_VALUE(exit.size() == begin.size() && copy_back_at.size() == begin.size(),
-                    "a plan's columns over intervals have different lengths");
+  check_offsets(interval_offsets, values, exit.size(), "intervals");
+  TORCH_CHECK_VALUE(copy_back_at.size() == exit.size() && dropped_twice.size() == values,
+                    "a plan's columns have different lengths");
   for (size_t value = 0; value < values; ++value) {
     const int64_t first = interval_offsets[value];
     const int64_t count = interval_offsets[value + 1] - first;
@@ -52,15 +52,6 @@ int64_t Plan::exit_of(std::size_t key) const {
 int64_t Plan::copy_back_of(std::size_t key) const {
   const auto first = static_cast<size_t>(interval_offsets[key]);
   return interval_offsets[key] < interval_offsets[key + 1] ? copy_back_at[first] : kNever;
-}
-
-int64_t Plan::back_at(std::size_t key) const {
-  if (exit_of(key) == kStays) {
-    return 0;  // it is always there
-  }
-  const int64_t second = interval_offsets[key] + 1;
-  return second < interval_offsets[key + 1] ? begin[static_cast<size_t>(second)]
-                                            : std::numeric_limits<int64_t>::max();
 }
 
 }  // namespace delta

@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <vector>
 
 namespace delta {
@@ -17,31 +16,26 @@ constexpr int64_t kNever = -1;  // the tick of a copy back that there is none of
 //
 // Note: what is carried out of a plan
 //   1. A value leaves when room is needed: what a plan moves goes before all else, in the order of
-//   the weights.
-//      So the end of an interval is not read.
+//      the weights. So neither the begin nor the end of an interval is read.
 //   2. What was copied starts to come back at its tick.
-//   3. What was rebuilt before its next interval begins goes again before all else.
+//   3. What is dropped twice goes again before all else when it was rebuilt.
 //   4. One gap for each value; a plan with more is refused.
 struct Plan {
   std::vector<uint64_t> fingerprint;  // of each value
   std::vector<double> weight;
-  std::vector<int64_t> use_offsets;  // CSR into uses
-  std::vector<int64_t> uses;         // ticks at which autograd asked for it, increasing
+  std::vector<int8_t> dropped_twice;  // whether it goes again when it was rebuilt early
+  std::vector<int64_t> use_offsets;   // CSR into uses
+  std::vector<int64_t> uses;          // ticks at which autograd asked for it, increasing
   std::vector<int64_t> interval_offsets;
-  std::vector<int64_t> begin;
   std::vector<int64_t> exit;  // an Exit each, or kStays
   std::vector<int64_t> copy_back_at;
 
   // Refuses, by an exception, what is malformed or cannot be carried out.
   void check() const;
 
-  int64_t size() const { return static_cast<int64_t>(fingerprint.size()); }
   // How the value leaves; kStays where it does not.
   int64_t exit_of(std::size_t key) const;
   int64_t copy_back_of(std::size_t key) const;
-  // First tick of the interval behind the gap; 0 where there is no gap, past every tick where none
-  // follows.
-  int64_t back_at(std::size_t key) const;
 };
 
 }  // namespace delta

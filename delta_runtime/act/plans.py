@@ -38,8 +38,8 @@ def _crossing(graph: StepGraph, plan: Plan) -> _C.Plan:
         weights=plan.weights,
         use_offsets=np.cumsum(counts),
         uses=np.concatenate([np.empty(0, np.int64), *uses]),
+        dropped_twice=plan.dropped_twice.astype(np.int8),
         interval_offsets=plan.interval_offsets,
-        begins=plan.begins,
         exits=plan.exits,
         copy_back_at=plan.copy_back_at,
     )

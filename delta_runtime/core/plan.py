@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from delta_runtime.core.events import Exit
-from delta_runtime.core.step_graph import Floats, Ints, StepGraph
+from delta_runtime.core.step_graph import Floats, Ints, Mask, StepGraph
 
 NEVER = -1
 """The tick of a copy back that there is none of."""
@@ -61,6 +61,9 @@ class Plan:
         begins, ends, exits, copy_back_at: of each interval.
         weights: of each value, for what is short of room all the same: the smallest leaves first; inf where
             the plan does not know the value.
+        dropped_twice: for each value whether it is in passing only when it is rebuilt before its next interval
+            begins, and is dropped again (rule 4): what the intervals say with the recipes beside them, for whoever
+            has no recipes.
         predicted_seconds: seconds that rebuilding and waiting are expected to take.
         predicted_peak_bytes: highest live bytes expected; above the budget where none was found that fits.
     """
@@ -71,6 +74,7 @@ class Plan:
     exits: Ints
     copy_back_at: Ints
     weights: Floats
+    dropped_twice: Mask
     predicted_seconds: float
     predicted_peak_bytes: int
 
@@ -82,12 +86,14 @@ class Plan:
         weights: Floats,
         predicted_seconds: float,
         predicted_peak_bytes: int,
+        dropped_twice: Mask | None = None,
     ) -> Plan:
         """A plan with these intervals of each value, in order of the values.
 
         Args:
             intervals: one sequence for each value of the graph.
             weights, predicted_seconds, predicted_peak_bytes: see the class.
+            dropped_twice: see the class; None where nothing is.
         """
         rows = np.array([row for each in intervals for row in each], np.int64).reshape(-1, 4)
         counts = [0, *(len(each) for each in intervals)]
@@ -99,6 +105,7 @@ class Plan:
             exits=exits,
             copy_back_at=copy_back_at,
             weights=weights,
+            dropped_twice=np.zeros(len(weights), bool) if dropped_twice is None else dropped_twice,
             predicted_seconds=predicted_seconds,
             predicted_peak_bytes=predicted_peak_bytes,
         )
@@ -152,5 +159,6 @@ class Plan:
         columns: dict[str, Any] = json.loads(text)
         for name in ("interval_offsets", "begins", "ends", "exits", "copy_back_at"):
             columns[name] = np.array(columns[name], np.int64)
+        columns["dropped_twice"] = np.array(columns["dropped_twice"], bool)
         weights = [np.inf if each is None else each for each in columns["weights"]]
         return cls(**{**columns, "weights": np.array(weights, np.float64)})

@@ -30,6 +30,8 @@ def plan_of(
     ratio = np.array(evaluator.seconds) / np.maximum(graph.saved_bytes, 1)
     weights = np.full(graph.n_values, np.inf)
     weights[graph.saved] = 1.0 if by_next_use else ratio
+    dropped_twice = np.zeros(graph.n_values, bool)
+    dropped_twice[graph.saved] = choice.dropped_twice
     copy_back = prefetch_ops(evaluator, choice) if choice.swapped.any() else {}
     need = evaluator.needs(choice.dropped)
     spans = evaluator.spans(choice.dropped, choice.swapped) if copy_back else {}
@@ -49,11 +51,13 @@ def plan_of(
             leaves = min(tick[min(spans[row].begin, graph.n_ops)], copies_back)
             intervals[value] = [
                 Interval(made_at[value], leaves, Exit.SWAP, copies_back),
-                Interval(tick[need[row]], graph.ticks),
+                # What is rebuilt from it may need it before it has left at all.
+                Interval(max(tick[need[row]], copies_back), graph.ticks),
             ]
     return Plan.of(
         intervals,
         weights=weights,
+        dropped_twice=dropped_twice,
         predicted_seconds=choice.evaluation.seconds,
         predicted_peak_bytes=int(
             budget_bytes + choice.evaluation.excess.max(initial=-budget_bytes)

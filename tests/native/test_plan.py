@@ -75,8 +75,8 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(intervals, told):
         ("use_offsets", "uses do not fit"),
         ("uses", "uses do not fit"),
         ("interval_offsets", "intervals do not fit"),
-        ("begins", "intervals do not fit"),
-        ("exits", "different lengths"),
+        ("dropped_twice", "different lengths"),
+        ("exits", "intervals do not fit"),
         ("copy_back_at", "different lengths"),
     ],
 )
@@ -88,7 +88,7 @@ def test_columns_that_do_not_fit_each_other_are_refused(column, told):
         "use_offsets": CHAIN.use_offsets,
         "uses": CHAIN.uses,
         "interval_offsets": plan.interval_offsets,
-        "begins": plan.begins,
+        "dropped_twice": plan.dropped_twice.astype(np.int8),
         "exits": plan.exits,
         "copy_back_at": plan.copy_back_at,
     }
@@ -107,7 +107,7 @@ def test_a_column_of_another_layout_is_refused(weights):
             use_offsets=CHAIN.use_offsets,
             uses=CHAIN.uses,
             interval_offsets=plan.interval_offsets,
-            begins=plan.begins,
+            dropped_twice=plan.dropped_twice.astype(np.int8),
             exits=plan.exits,
             copy_back_at=plan.copy_back_at,
         )
@@ -124,7 +124,7 @@ def test_offsets_that_go_down_are_refused():
             use_offsets=CHAIN.use_offsets,
             uses=CHAIN.uses,
             interval_offsets=offsets,
-            begins=plan.begins,
+            dropped_twice=plan.dropped_twice.astype(np.int8),
             exits=plan.exits,
             copy_back_at=plan.copy_back_at,
         )
