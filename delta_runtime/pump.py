@@ -63,7 +63,7 @@ class Pump:
         self.tick_s = 0.0
         """Mean seconds of an op; 0 as long as nothing is known."""
 
-    def drain(self) -> None:
+    def drain(self, _: int = 0) -> None:
         """Take in all that has happened since the last time."""
         events = drain_events(self._session)
         if not len(events):

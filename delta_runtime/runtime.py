@@ -142,7 +142,7 @@ class Runtime:
             strict=config.strict,
             boundary=self.steps.on_boundary,
             pump=self.steps.pump.rank if self.steps.ranks else None,
-            drain=lambda _: self.steps.pump.drain(),
+            drain=self.steps.pump.drain,
             before_optimizer=self.steps.before_optimizer,
             after_optimizer=self.steps.after_optimizer,
         )

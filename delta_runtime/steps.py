@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -58,7 +59,7 @@ class Steps:
         device: that it manages.
         budget_bytes: that it was given.
         tiers: below the device.
-        after_step: called behind each step that was observed.
+        after_step: method called behind each step that was observed, as long as its object lives.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class Steps:
         self._config = config
         self._policy = policy
         self._on_cpu = device.type == "cpu"
-        self._after_step = after_step
+        # Weakly: a runtime that nobody holds any more goes at once, without the garbage collector.
+        self._after_step = weakref.WeakMethod(after_step)
         self._budget_bytes = budget_bytes
         self.pump = Pump(session, policy, tiers, checked=config.check)
         self.totals = StepTotals()
@@ -256,7 +258,8 @@ class Steps:
         self._warnings.failed_copies(self.totals)
         if self._trace is not None:
             self._trace.add_step(np.frombuffer(self._session.drain_trace(), dtype=TRACE_DTYPE))
-        self._after_step()
+        if after_step := self._after_step():
+            after_step()
 
     def _take_in(self, shortfall: Shortfall | None) -> None:
         worst = self.shortfall

@@ -103,10 +103,22 @@ def check_that_the_next_one_works() -> None:
 # ------------------------------------------------------------------------------- where our Python runs
 
 
+OWNERS = {
+    "hooks._pump": lambda runtime: runtime.hooks,
+    "pump.drain": lambda runtime: runtime.steps.pump,
+    "steps.finish": lambda runtime: runtime.steps,
+    "steps.begin": lambda runtime: runtime.steps,
+    "steps._learn": lambda runtime: runtime.steps,
+    "hooks.attach": lambda runtime: runtime.hooks,
+    "hooks.detach": lambda runtime: runtime.hooks,
+}
+
+
 def interrupted_at(runtime: delta.Runtime, method: str, interrupt: Callable[[], None], monkeypatch):
     """Has the interrupt come while a method of the runtime runs, once; returns who knows whether it did."""
     ran = []
-    real = getattr(runtime, method)
+    owner, name = OWNERS[method](runtime), method.split(".")[-1]
+    real = getattr(owner, name)
 
     def first_interrupted(*args, **kwargs):
         if not ran:
@@ -116,13 +128,11 @@ def interrupted_at(runtime: delta.Runtime, method: str, interrupt: Callable[[], 
                 len(ran)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(runtime, method, first_interrupted)
+    monkeypatch.setattr(owner, name, first_interrupted)
     return ran
 
 
-@pytest.mark.parametrize(
-    "method", ["_pump", "_drain", "_finish_step", "_begin_step", "_learn", "_attach", "_detach"]
-)
+@pytest.mark.parametrize("method", OWNERS)
 @pytest.mark.parametrize("marked", [True, False], ids=["step", "context"])
 def test_an_interrupt_in_the_runtimes_own_code_arrives(way, method, marked, monkeypatch):
     model = net()
@@ -152,7 +162,7 @@ def test_a_handler_that_raises_nothing_runs_once_and_in_the_programs_code(monkey
     try:
         runtime = tight()
         ran = interrupted_at(
-            runtime, "_finish_step", lambda: os.kill(os.getpid(), signal.SIGUSR1), monkeypatch
+            runtime, "steps.finish", lambda: os.kill(os.getpid(), signal.SIGUSR1), monkeypatch
         )
         with runtime:
             for _ in range(3):
