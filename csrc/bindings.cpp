@@ -152,77 +152,14 @@ std::vector<T> rows_from(const py::buffer& buffer) {
   return std::vector<T>(begin, begin + info.size);
 }
 
-py::dict counters_of(const Session& s) {
-  const auto& c = s.counters_;
-  py::dict d;
-  d["ops"] = c.ops;
-  d["packs"] = c.packs;
-  d["unpacks"] = c.unpacks;
-  d["managed_unpacks"] = c.managed_unpacks;
-  d["packed_bytes"] = c.packed_bytes;
-  d["drops"] = c.drops;
-  d["dropped_bytes"] = c.dropped_bytes;
-  d["rebuilds"] = c.rebuilds;
-  d["rebuilt_bytes"] = c.rebuilt_bytes;
-  d["replayed_ops"] = c.replayed_ops;
-  d["rebuild_s"] = c.rebuild_seconds;
-  d["boundary_evictions"] = c.boundary_evictions;
-  d["rescues"] = c.rescues;
-  d["rescued_bytes"] = c.rescued_bytes;
-  d["shortfalls"] = c.shortfalls;
-  d["shortfall_bytes"] = c.shortfall_bytes;
-  d["shortcuts"] = c.shortcuts;
-  d["shortcut_failures"] = c.shortcut_failures;
-  d["comparisons"] = c.comparisons;
-  d["mismatches"] = c.mismatches;
-  d["audits"] = c.audits;
-  d["audit_failures"] = c.audit_failures;
-  d["unhashed"] = c.unhashed;
-  d["swap_outs"] = c.swap_outs;
-  d["swapped_out_bytes"] = c.swapped_out_bytes;
-  d["clean_evictions"] = c.clean_evictions;
-  d["swap_ins"] = c.swap_ins;
-  d["swapped_in_bytes"] = c.swapped_in_bytes;
-  d["written_back_bytes"] = c.written_back_bytes;
-  d["prefetches"] = c.prefetches;
-  d["prefetch_hits"] = c.prefetch_hits;
-  d["prefetch_late"] = c.prefetch_late;
-  d["prefetch_misses"] = c.prefetch_misses;
-  d["prefetch_vain"] = c.prefetch_vain;
-  d["swap_refusals"] = c.swap_refusals;
-  d["failed_writes"] = c.failed_writes;
-  d["failed_reads"] = c.failed_reads;
-  d["lost_pages"] = c.lost_pages;
-  d["write_error"] = c.write_error;
-  d["read_error"] = c.read_error;
-  d["out_stall_s"] = c.out_stall_seconds;
-  d["in_stall_s"] = c.in_stall_seconds;
-  d["clones_on_write"] = c.clones_on_write;
-  d["pumps"] = c.pumps;
-  d["plan_hits"] = c.plan_hits;
-  d["plan_misses"] = c.plan_misses;
-  d["exposed_bytes"] = c.exposed_bytes;
-  d["begin_bytes"] = c.begin_bytes;
-  d["stuck_bytes"] = c.stuck_bytes;
-  d["stuck_op"] = std::string(c.stuck_op);
+py::dict kept_bytes_of(const Counters& c) {
   static const char* reasons[] = {"managed", "source", "small",  "device",
                                   "layout",  "opaque", "unknown"};
   py::dict kept;
   for (int i = 1; i < static_cast<int>(KeptReason::Count); ++i) {
     kept[reasons[i]] = c.kept_bytes[i];
   }
-  d["kept_bytes"] = kept;
-  d["live_tickets"] = s.live_tickets_;
-  d["pages"] = s.pages_.size();
-  d["managed_pages"] = s.managed_.size();
-  d["managed_resident_bytes"] = s.managed_resident_bytes_;
-  d["dropped_now_bytes"] = s.dropped_now_bytes_;
-  d["swapped_now_bytes"] = s.swapped_now_bytes_;
-  d["known_pages"] = s.pages_.size();
-  d["uncounted_bytes"] = s.uncounted_bytes_;
-  d["step_peak_bytes"] = s.step_peak_bytes();
-  d["tick"] = s.tick_;
-  return d;
+  return kept;
 }
 
 // One dict for each tier below the device, nearest first.
@@ -354,6 +291,68 @@ void bind_pool(py::module_& m) {
 }
 
 void bind_session(py::module_& m) {
+  py::class_<Counters>(m, "Counters", "What a session has counted since its counters were reset.")
+      .def_readonly("ops", &Counters::ops)
+      .def_readonly("packs", &Counters::packs)
+      .def_readonly("unpacks", &Counters::unpacks)
+      .def_readonly("managed_unpacks", &Counters::managed_unpacks)
+      .def_readonly("packed_bytes", &Counters::packed_bytes)
+      .def_readonly("drops", &Counters::drops)
+      .def_readonly("dropped_bytes", &Counters::dropped_bytes)
+      .def_readonly("rebuilds", &Counters::rebuilds)
+      .def_readonly("rebuilt_bytes", &Counters::rebuilt_bytes)
+      .def_readonly("replayed_ops", &Counters::replayed_ops)
+      .def_readonly("shortcuts", &Counters::shortcuts)
+      .def_readonly("shortcut_failures", &Counters::shortcut_failures)
+      .def_readonly("rebuild_s", &Counters::rebuild_s)
+      .def_readonly("swap_outs", &Counters::swap_outs)
+      .def_readonly("swapped_out_bytes", &Counters::swapped_out_bytes)
+      .def_readonly("clean_evictions", &Counters::clean_evictions)
+      .def_readonly("swap_ins", &Counters::swap_ins)
+      .def_readonly("swapped_in_bytes", &Counters::swapped_in_bytes)
+      .def_readonly("written_back_bytes", &Counters::written_back_bytes)
+      .def_readonly("prefetches", &Counters::prefetches)
+      .def_readonly("prefetch_hits", &Counters::prefetch_hits)
+      .def_readonly("prefetch_late", &Counters::prefetch_late)
+      .def_readonly("prefetch_misses", &Counters::prefetch_misses)
+      .def_readonly("prefetch_vain", &Counters::prefetch_vain)
+      .def_readonly("swap_refusals", &Counters::swap_refusals)
+      .def_readonly("failed_writes", &Counters::failed_writes)
+      .def_readonly("failed_reads", &Counters::failed_reads)
+      .def_readonly("lost_pages", &Counters::lost_pages)
+      .def_readonly("write_error", &Counters::write_error)
+      .def_readonly("read_error", &Counters::read_error)
+      .def_readonly("out_stall_s", &Counters::out_stall_s)
+      .def_readonly("in_stall_s", &Counters::in_stall_s)
+      .def_readonly("boundary_evictions", &Counters::boundary_evictions)
+      .def_readonly("rescues", &Counters::rescues)
+      .def_readonly("rescued_bytes", &Counters::rescued_bytes)
+      .def_readonly("shortfalls", &Counters::shortfalls)
+      .def_readonly("shortfall_bytes", &Counters::shortfall_bytes)
+      .def_readonly("comparisons", &Counters::comparisons)
+      .def_readonly("mismatches", &Counters::mismatches)
+      .def_readonly("unhashed", &Counters::unhashed)
+      .def_readonly("audits", &Counters::audits)
+      .def_readonly("audit_failures", &Counters::audit_failures)
+      .def_readonly("clones_on_write", &Counters::clones_on_write)
+      .def_readonly("pumps", &Counters::pumps)
+      .def_readonly("plan_hits", &Counters::plan_hits)
+      .def_readonly("plan_misses", &Counters::plan_misses)
+      .def_readonly("exposed_bytes", &Counters::exposed_bytes)
+      .def_readonly("begin_bytes", &Counters::begin_bytes)
+      .def_readonly("stuck_bytes", &Counters::stuck_bytes)
+      .def_property_readonly("stuck_op", [](const Counters& c) { return std::string(c.stuck_op); })
+      .def_property_readonly("kept_bytes", &kept_bytes_of);
+  py::class_<Levels>(m, "Levels", "How much a session has of what, at this moment.")
+      .def_readonly("live_tickets", &Levels::live_tickets)
+      .def_readonly("pages", &Levels::pages)
+      .def_readonly("managed_pages", &Levels::managed_pages)
+      .def_readonly("managed_resident_bytes", &Levels::managed_resident_bytes)
+      .def_readonly("dropped_now_bytes", &Levels::dropped_now_bytes)
+      .def_readonly("swapped_now_bytes", &Levels::swapped_now_bytes)
+      .def_readonly("uncounted_bytes", &Levels::uncounted_bytes)
+      .def_readonly("step_peak_bytes", &Levels::step_peak_bytes);
+
   py::class_<Session, c10::intrusive_ptr<Session>>(m, "Session")
       .def(py::init([](const std::string& device, int64_t budget_bytes, int64_t min_bytes,
                        int verify, int stress, uint64_t seed, bool drop, bool swap,
@@ -441,7 +440,8 @@ void bind_session(py::module_& m) {
           },
           "Copy what is saved to a tier below, and free nothing; for tests.")
       .def("make_room", [](Session& s, int64_t bytes) { return s.make_room(bytes, false); })
-      .def("counters", &counters_of)
+      .def("counters", [](const Session& s) { return s.counters_; })
+      .def("levels", &Session::levels)
       .def("packs", [](const Session& s) { return s.counters_.packs; })
       .def("reset_counters", [](Session& s) { s.counters_ = Counters(); })
       .def("set_budget", &Session::set_budget)

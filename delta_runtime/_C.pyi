@@ -51,6 +51,73 @@ class Plan:
         copy_back_at: Column,
     ) -> None: ...
 
+class Counters:
+    """What a session has counted since its counters were reset; csrc/state/counters.h has a word on each."""
+
+    ops: int
+    packs: int
+    unpacks: int
+    managed_unpacks: int
+    packed_bytes: int
+    drops: int
+    dropped_bytes: int
+    rebuilds: int
+    rebuilt_bytes: int
+    replayed_ops: int
+    shortcuts: int
+    shortcut_failures: int
+    rebuild_s: float
+    swap_outs: int
+    swapped_out_bytes: int
+    clean_evictions: int
+    swap_ins: int
+    swapped_in_bytes: int
+    written_back_bytes: int
+    prefetches: int
+    prefetch_hits: int
+    prefetch_late: int
+    prefetch_misses: int
+    prefetch_vain: int
+    swap_refusals: int
+    failed_writes: int
+    failed_reads: int
+    lost_pages: int
+    write_error: int
+    read_error: int
+    out_stall_s: float
+    in_stall_s: float
+    boundary_evictions: int
+    rescues: int
+    rescued_bytes: int
+    shortfalls: int
+    shortfall_bytes: int
+    comparisons: int
+    mismatches: int
+    unhashed: int
+    audits: int
+    audit_failures: int
+    clones_on_write: int
+    pumps: int
+    plan_hits: int
+    plan_misses: int
+    exposed_bytes: int
+    begin_bytes: int
+    stuck_bytes: int
+    stuck_op: str
+    kept_bytes: dict[str, int]
+
+class Levels:
+    """How much a session has of what, at this moment."""
+
+    live_tickets: int
+    pages: int
+    managed_pages: int
+    managed_resident_bytes: int
+    dropped_now_bytes: int
+    swapped_now_bytes: int
+    uncounted_bytes: int
+    step_peak_bytes: int
+
 class Session:
     """The runtime's side in C++: pages, tickets, records."""
 
@@ -96,7 +163,8 @@ class Session:
     def fingerprint(self) -> int: ...
     def judge(self, later: bool = False) -> str: ...
     # What was seen.
-    def counters(self) -> dict[str, Any]: ...
+    def counters(self) -> Counters: ...
+    def levels(self) -> Levels: ...
     def reset_counters(self) -> None: ...
     def packs(self) -> int: ...
     def live_bytes(self) -> int: ...

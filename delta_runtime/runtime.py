@@ -230,7 +230,7 @@ class Runtime:
         called_s = time.perf_counter()
         alone = self._depth == 0 and self.steps.aside.leaves_next and not self._closed
         # What was dropped in a step before, and is yet to be made again, needs us to see what is written.
-        if alone and not self.session.counters()["dropped_now_bytes"]:
+        if alone and not self.session.levels().dropped_now_bytes:
             entered.claim(self)
             self._depth, self.steps.in_block, self._alone = 1, True, True
             self.steps.begin_alone()

@@ -154,7 +154,7 @@ class Steps:
             return  # a closure runs forward and backward inside the optimizer's step
         self.judge()
         self._session.forget_past()
-        if self._session.counters()["dropped_now_bytes"]:
+        if self._session.levels().dropped_now_bytes:
             # Not every optimizer writes through the dispatcher, where we would see it.
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -224,13 +224,13 @@ class Steps:
             self._session.judge(later=True)
         if self._session.packs() == self.totals.packs:
             return
-        counters = self._session.counters()
+        counters, levels = self._session.counters(), self._session.levels()
         self._session.end_step()
         seconds = time.perf_counter() - self.begin_s
         self.planning.trained(seconds)
         self.pump.drain()
         self._take_in(self.pump.take_shortfall())
-        step_peak_bytes = counters["step_peak_bytes"]
+        step_peak_bytes = levels.step_peak_bytes
         over = bool(self._policy.evicts_to) and step_peak_bytes > self._budget_bytes
         before = self.totals
         self.totals = StepTotals.from_counters(
@@ -239,6 +239,7 @@ class Steps:
             alone_steps=before.alone_steps,
             over_budget_steps=before.over_budget_steps + over,
             peak_bytes=max(before.peak_bytes, step_peak_bytes),
+            uncounted_bytes=levels.uncounted_bytes,
         )
         self.last = self.totals.since(before, peak_bytes=step_peak_bytes)
         before_s = self.planning.spent_s
@@ -346,18 +347,18 @@ class Steps:
         counters = self._session.counters()
         refused_bytes = _C.cpu_pool.take_refused_bytes() if self._on_cpu else 0
         bounds = self.bounds()
-        stuck_bytes = counters["stuck_bytes"] - DIFFERS_BYTES
+        stuck_bytes = counters.stuck_bytes - DIFFERS_BYTES
         if stuck_bytes > bounds.lower_bytes:
-            bounds = Bounds(stuck_bytes, counters["stuck_op"], bounds.least_bytes)
+            bounds = Bounds(stuck_bytes, counters.stuck_op, bounds.least_bytes)
         details = [f"an allocation that makes {format_bytes(refused_bytes)} live"] * bool(
             refused_bytes
         )
         if self.shortfall is not None:
             details.append(self.shortfall.text())
         details += [
-            f"{format_bytes(counters['exposed_bytes'])} of saved tensors are held by code outside "
+            f"{format_bytes(counters.exposed_bytes)} of saved tensors are held by code outside "
             "autograd",
-            f"{format_bytes(counters['uncounted_bytes'])} are older than the pool",
+            f"{format_bytes(self._session.levels().uncounted_bytes)} are older than the pool",
         ]
         return BudgetInfeasible(
             self._budget_bytes,

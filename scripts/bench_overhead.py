@@ -218,9 +218,9 @@ def bench_ops(rounds: int) -> list[Figure]:
             session.drain_events()
 
     with observer(hooked=False):  # learn how many ops there are
-        first = session.counters()["ops"]
+        first = session.counters().ops
         steps()
-        n_ops = (session.counters()["ops"] - first) / STEPS_PER_SAMPLE
+        n_ops = (session.counters().ops - first) / STEPS_PER_SAMPLE
     with runtime:  # and calibrate
         for _ in range(CALIBRATION_STEPS + 1):
             with runtime.step():
@@ -321,9 +321,9 @@ def bench_saved(rounds: int) -> list[Figure]:
             session.leave()
             session.drain_events()
 
-    before = session.counters()["packed_bytes"]
+    before = session.counters().packed_bytes
     autograd(hooked=True)()
-    managed = (session.counters()["packed_bytes"] - before) // (4 * ELEMENTS)
+    managed = (session.counters().packed_bytes - before) // (4 * ELEMENTS)
     if managed < SAVES - 1:  # the first is small change: x itself may be kept
         raise RuntimeError(f"{managed} of {SAVES} saved tensors were managed: not what is asked")
     taken = in_turns(

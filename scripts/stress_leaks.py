@@ -223,19 +223,19 @@ class World:
         with contextlib.suppress(delta.BudgetInfeasible), self.entered.step():
             plain(self)
         settle()
-        counters = self.entered.session.counters()
+        levels = self.entered.session.levels()
         found = [
-            f"{name}: {counters[name]}"
+            f"{name}: {getattr(levels, name)}"
             for name in ("live_tickets", "managed_pages", "managed_resident_bytes")
             + ("dropped_now_bytes", "swapped_now_bytes")
-            if counters[name]
+            if getattr(levels, name)
         ]
         self.entered.session.take_in_transfers()  # takes in what the lanes have finished
         for tier in self.entered.session.tiers():
             if tier["used_bytes"]:
                 found.append(f"{tier['used_bytes']:,} bytes of {tier['tier']}")
-        if counters["known_pages"] > MOST_KNOWN_PAGES:
-            found.append(f"known_pages: {counters['known_pages']}")
+        if levels.pages > MOST_KNOWN_PAGES:
+            found.append(f"known pages: {levels.pages}")
         over = cpu_pool.allocated_bytes() - self.base_bytes
         if over > 4 * self.batch_bytes:
             found.append(f"{over:,} live bytes more than at first")

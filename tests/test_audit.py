@@ -80,8 +80,8 @@ def _train(op, managed: bool, steps: int = 3) -> dict[str, Any]:
         found[f"gradient {step}"] = freeze(x.grad)
         found |= {f"{name} {step}": bits for name, bits in random_state().items()}
     if runtime:
-        found["audits"] = runtime.session.counters()["audits"]
-        found["rebuilds"] = runtime.session.counters()["rebuilds"]
+        found["audits"] = runtime.session.counters().audits
+        found["rebuilds"] = runtime.session.counters().rebuilds
         runtime.close()
     return found
 

@@ -224,7 +224,7 @@ def test_a_bounce_buffer_counts(tmp_path):
     """On a plain CPU device there is no memory but the device's own."""
     runtime = spiller(tmp_path)
     assert runtime.tiers.spill.direct
-    assert runtime.session.counters()["uncounted_bytes"] == 2 * MIB
+    assert runtime.session.levels().uncounted_bytes == 2 * MIB
     runtime.close()
 
 
@@ -328,7 +328,7 @@ def test_what_can_neither_be_read_nor_recomputed_is_an_error(tmp_path):
         loss.backward()
     with pytest.raises(delta.SwapFailed):
         loss.backward()  # the same error, not another one
-    assert runtime.session.counters()["lost_pages"] == 1
+    assert runtime.session.counters().lost_pages == 1
     del loss
     lost = pytest.warns(RuntimeWarning, match="1 saved tensors could not be recomputed")
     with lost, runtime.step():  # and training goes on
@@ -505,7 +505,7 @@ def test_a_forked_child_does_not_read_its_parents_file(tmp_path):
         try:
             loss.backward()
             right = torch.equal(x.grad, expected_gradient())
-            failed = runtime.session.counters()["failed_reads"]
+            failed = runtime.session.counters().failed_reads
             code = 0 if right and failed > 0 else 2
             del loss, runtime
             gc.collect()
@@ -518,5 +518,5 @@ def test_a_forked_child_does_not_read_its_parents_file(tmp_path):
     os.close(read)
     loss.backward()
     assert torch.equal(x.grad, expected_gradient())
-    assert runtime.session.counters()["failed_reads"] == 0
+    assert runtime.session.counters().failed_reads == 0
     runtime.close()

@@ -263,7 +263,7 @@ def test_waiting_for_a_lane_ends_when_somebody_presses_ctrl_c():
     with pytest.raises(KeyboardInterrupt), runtime.step():
         loss = x.exp().sum()
         runtime.session.make_room(1 << 40)
-        assert runtime.session.counters()["swapped_now_bytes"] == 1 << 19
+        assert runtime.session.levels().swapped_now_bytes == 1 << 19
         press_ctrl_c_in(0.2)
         began_s = time.monotonic()
         loss.backward()
@@ -351,7 +351,7 @@ def test_an_interrupt_while_pythons_random_state_is_kept_arrives(way, when, monk
             w.grad = None
             loss = (in_python(x).sin() * w).sum()
             torch.ones(4).add(1)
-            drops = runtime.session.counters()["drops"]
+            drops = runtime.session.counters().drops
             with monkeypatch.context() as patched:
                 patched.setattr(random, when, interrupted)
                 numbers = random.getstate(), numpy.random.get_state()

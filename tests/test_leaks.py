@@ -78,8 +78,8 @@ def test_a_long_run_of_one_runtime_keeps_nothing_per_step(world):
         with world.runtime.step():
             plain(world)
         sizes.append((cpu_pool.allocated_bytes(), _C.live_records()))
-        counters = world.runtime.session.counters()
-        assert (counters["live_tickets"], counters["managed_pages"]) == (0, 0)
+        levels = world.runtime.session.levels()
+        assert (levels.live_tickets, levels.managed_pages) == (0, 0)
     assert world.runtime.report().totals.rebuilds > 0
     assert sizes[-1] == sizes[3]
 

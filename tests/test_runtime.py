@@ -359,7 +359,7 @@ def test_a_graph_that_is_never_used_leaves_nothing_live(ordinary):
     model, loss, runtime = forward_inside(ordinary.budget(), close=False)
     del model, loss
     gc.collect()
-    assert runtime.session.counters()["live_tickets"] == 0
+    assert runtime.session.levels().live_tickets == 0
     assert cpu_pool.allocated_bytes() == base_bytes
 
 
@@ -670,7 +670,7 @@ def test_disable_takes_everything_away_for_its_duration(ordinary):
             assert _C.cpu_pool.soft_limit_bytes() == 0
             model(batch(0, rows=64)).backward()
         after = runtime.session.counters()
-        assert (after["packs"], after["ops"]) == (before["packs"], before["ops"])
+        assert (after.packs, after.ops) == (before.packs, before.ops)
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         assert _C.cpu_pool.soft_limit_bytes() > 0
         model(batch(1)).backward()

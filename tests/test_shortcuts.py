@@ -43,7 +43,7 @@ def _train(
             for t in tensors:
                 if isinstance(t, nn.Parameter):
                     t.sub_(t.grad.clamp(-0.3, 0.3))
-    counters = dict(runtime.session.counters()) if runtime else {}
+    counters = runtime.session.counters() if runtime else None
     if runtime:
         runtime.close()
     return found, counters
@@ -74,8 +74,8 @@ def test_a_mask_is_drawn_again_bit_for_bit(numel, p, words):
     expected, _ = _train(forward, [x], managed=False)
     found, counters = _train(forward, [x], managed=True)
     assert_same_bits(found, expected)
-    assert counters["shortcut_failures"] == 0
-    assert counters["shortcuts"] == 2  # the first step tries
+    assert counters.shortcut_failures == 0
+    assert counters.shortcuts == 2  # the first step tries
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bool, torch.float16, torch.bfloat16])
@@ -84,7 +84,7 @@ def test_a_mask_of_another_dtype(dtype):
     expected, _ = _train(lambda _: _masked(x, 0.3, 7, dtype), [x], managed=False)
     found, counters = _train(lambda _: _masked(x, 0.3, 7, dtype), [x], managed=True)
     assert_same_bits(found, expected)
-    assert counters["shortcut_failures"] == 0 and counters["shortcuts"] == 2
+    assert counters.shortcut_failures == 0 and counters.shortcuts == 2
 
 
 def test_a_generator_of_ones_own():
@@ -98,7 +98,7 @@ def test_a_generator_of_ones_own():
     expected, _ = _train(forward, [x], managed=False)
     found, counters = _train(forward, [x], managed=True)
     assert_same_bits(found, expected)
-    assert counters["shortcut_failures"] == 0 and counters["shortcuts"] == 2
+    assert counters.shortcut_failures == 0 and counters.shortcuts == 2
 
 
 def test_another_probability_is_tried_anew():
@@ -110,7 +110,7 @@ def test_another_probability_is_tried_anew():
     expected, _ = _train(forward, [x], managed=False, steps=6)
     found, counters = _train(forward, [x], managed=True, steps=6)
     assert_same_bits(found, expected)
-    assert counters["shortcuts"] == 3  # the second step with each of three probabilities
+    assert counters.shortcuts == 3  # the second step with each of three probabilities
 
 
 def test_a_mask_that_is_not_contiguous_is_drawn_by_the_op():
@@ -122,7 +122,7 @@ def test_a_mask_that_is_not_contiguous_is_drawn_by_the_op():
     expected, _ = _train(forward, [x], managed=False)
     found, counters = _train(forward, [x], managed=True)
     assert_same_bits(found, expected)
-    assert counters["shortcuts"] == 0 and counters["rebuilds"] > 0
+    assert counters.shortcuts == 0 and counters.rebuilds > 0
 
 
 def test_a_wrong_shortcut_is_never_taken():
@@ -135,7 +135,7 @@ def test_a_wrong_shortcut_is_never_taken():
     finally:
         _C.set_sabotage(0)
     assert_same_bits(found, expected)
-    assert counters["shortcuts"] == 0 and counters["shortcut_failures"] == 1
+    assert counters.shortcuts == 0 and counters.shortcut_failures == 1
 
 
 # ---------------------------------------------------------------- batch norm
@@ -211,9 +211,9 @@ def test_batch_norm_without_its_statistics(name):
     expected, _ = run(managed=False)
     found, counters = run(managed=True)
     assert_same_bits(found, expected)
-    assert counters["shortcut_failures"] == 0
-    assert counters["rebuilds"] > 0
-    assert (counters["shortcuts"] >= 2) == (how.get("shortcuts") != 0)
+    assert counters.shortcut_failures == 0
+    assert counters.rebuilds > 0
+    assert (counters.shortcuts >= 2) == (how.get("shortcuts") != 0)
 
 
 def test_batch_norm_in_evaluation_takes_no_shortcut():
@@ -222,7 +222,7 @@ def test_batch_norm_in_evaluation_takes_no_shortcut():
     expected, _ = _train(_norm_of(module, x), [x], managed=False)
     found, counters = _train(_norm_of(module, x), [x], managed=True)
     assert_same_bits(found, expected)
-    assert counters["shortcuts"] == 0 and counters["shortcut_failures"] == 0
+    assert counters.shortcuts == 0 and counters.shortcut_failures == 0
 
 
 def _twice(
@@ -241,7 +241,7 @@ def _twice(
 def test_batch_norm_runs_whole_where_its_statistics_are_away():
     expected, found, counters = _twice(lambda module: module)
     assert_same_bits(found, expected)
-    assert counters["rebuilds"] > 0 and counters["shortcuts"] == 0
+    assert counters.rebuilds > 0 and counters.shortcuts == 0
 
 
 @torch.library.custom_op("delta_shortcut_tests::double", mutates_args=())
@@ -257,7 +257,7 @@ def test_an_audit_of_the_statistics_makes_them():
     """Both are there, as an audit wants them: a shortcut that is given them would make none."""
     expected, found, counters = _twice(lambda module: lambda x: module(double(x)))
     assert_same_bits(found, expected)
-    assert counters["audits"] > 0 and counters["audit_failures"] == 0
+    assert counters.audits > 0 and counters.audit_failures == 0
 
 
 _RARE = """
@@ -271,7 +271,7 @@ for step in range(4):
     torch.manual_seed(step)
     with runtime.step():
         (x * torch.empty_like(x).bernoulli_(0.0)).sum().backward()
-print(runtime.session.counters()["shortcuts"], runtime.session.counters()["rebuilds"])
+print(runtime.session.counters().shortcuts, runtime.session.counters().rebuilds)
 """
 
 

@@ -116,11 +116,11 @@ def train(runtime: delta.Runtime | None, alone: frozenset[int] = frozenset()) ->
         else:
             if step in alone:
                 leave_alone(runtime, 1)
-            drops = runtime.session.counters()["drops"]
+            drops = runtime.session.counters().drops
             with runtime.step():
                 loss = model(x).square().mean()
                 loss.backward()
-            assert (runtime.session.counters()["drops"] == drops) == (step in alone), step
+            assert (runtime.session.counters().drops == drops) == (step in alone), step
         optimizer.step()
         optimizer.zero_grad()
         results += [loss.detach(), *(p.detach().clone() for p in model.parameters())]

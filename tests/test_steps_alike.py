@@ -78,9 +78,9 @@ def replayed_ops(measured: str, between: str | None, budget: int | None) -> tupl
         for _ in range(TURNS):
             if between is not None:
                 program.turn(getattr(program, between))
-            before = runtime.session.counters()["replayed_ops"]
+            before = runtime.session.counters().replayed_ops
             program.turn(getattr(program, measured))
-            ops = runtime.session.counters()["replayed_ops"] - before
+            ops = runtime.session.counters().replayed_ops - before
     peak_bytes = runtime.report().totals.peak_bytes
     runtime.close()
     return peak_bytes, ops

@@ -370,14 +370,14 @@ def test_an_exception_in_forward_leaves_nothing_on_the_host():
         with runtime.step():
             y = torch.linspace(0, 1, 1 << 18, requires_grad=True).sin().cos().sin()
             runtime.session.make_room(1 << 40)
-            assert y.grad_fn and runtime.session.counters()["swapped_now_bytes"] > 0
+            assert y.grad_fn and runtime.session.levels().swapped_now_bytes > 0
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         step()
     gc.collect()
     runtime.session.take_in_transfers()
-    assert runtime.session.counters()["swapped_now_bytes"] == 0
+    assert runtime.session.levels().swapped_now_bytes == 0
     assert runtime.session.tiers()[0]["used_bytes"] == 0
     runtime.close()
 
@@ -458,8 +458,8 @@ def _drop_q_swap_p(runtime: delta.Runtime) -> None:
     exits = np.array([1, 0], np.int8)
     runtime.session.publish(np.array([0, 1]), np.ones(2), exits, 0)
     runtime.session.make_room(1 << 40)
-    counters = runtime.session.counters()
-    assert counters["swapped_now_bytes"] > 0 and counters["dropped_now_bytes"] > 0
+    levels = runtime.session.levels()
+    assert levels.swapped_now_bytes > 0 and levels.dropped_now_bytes > 0
 
 
 def test_a_rebuild_does_not_read_what_is_still_on_its_way():
@@ -475,7 +475,7 @@ def test_a_rebuild_does_not_read_what_is_still_on_its_way():
         del junk
         small = torch.zeros(2, requires_grad=True)
         small.square().sum().backward()  # a boundary in backward: p is prefetched
-        assert runtime.report() and runtime.session.counters()["prefetches"] == 1
+        assert runtime.report() and runtime.session.counters().prefetches == 1
         del first
         second.backward()
     assert torch.equal(x.grad, expected)

@@ -102,7 +102,7 @@ class Rescue:
 
     def since(self, name: str) -> int:
         """How far a counter has moved since `tighten`."""
-        return self.runtime.session.counters()[name] - self.before[name]
+        return getattr(self.runtime.session.counters(), name) - getattr(self.before, name)
 
     def assert_freed(self, least_bytes: int = 1) -> None:
         """By rescues alone, and by the allocator's own count."""
@@ -293,15 +293,15 @@ def test_python_decides_while_an_error_is_on_its_way(policy):
         h, error = x, None
         loss = model(h)
         runtime.session.set_budget(cpu_pool.allocated_bytes() + MARGIN_BYTES)
-        pumps = runtime.session.counters()["pumps"]
+        pumps = runtime.session.counters().pumps
         for _ in range(70):  # the pump has an interval of so many ops
             torch.empty(1)
         try:
             raise_past()
         except Failure as failure:
             error = failure.with_traceback(None)
-        pumped = runtime.session.counters()["pumps"] - pumps
-        drops = runtime.session.counters()["drops"]
+        pumped = runtime.session.counters().pumps - pumps
+        drops = runtime.session.counters().drops
         runtime.session.set_budget(budget)
         loss.backward()
     runtime.close()
@@ -378,10 +378,10 @@ def test_another_thread_trains_on_its_own():
     model, x = build()
     with tight() as rescue:
         loss = model(x)
-        packs = rescue.runtime.session.counters()["packs"]
+        packs = rescue.runtime.session.counters().packs
         rescue.tighten()
         on_a_thread(other)
-        assert rescue.runtime.session.counters()["packs"] == packs
+        assert rescue.runtime.session.counters().packs == packs
         loss.backward()
     assert_same_bits(gradients(model) | random_state(), expected)
 
@@ -573,7 +573,7 @@ def test_an_allocation_on_the_pool_of_jit_threads(tmp_path):
             _C.cpu_pool.set_soft_limit(cpu_pool.allocated_bytes() + 65536)
             torch.jit.wait(torch.jit.fork(work, x.detach()[:16], 3 << 18))
             counters = runtime.session.counters()
-            assert counters["rescued_bytes"] > 2 << 20, counters
+            assert counters.rescued_bytes > 2 << 20
             loss.backward()
         assert torch.equal(x.grad, expected)
         print("ok")
@@ -663,11 +663,11 @@ def test_memory_that_python_owns_is_not_freed_by_a_rescue(tmp_path):
                 with runtime.step():
                     loss = run(w)
                     _C.cpu_pool.set_soft_limit(cpu_pool.allocated_bytes() + 65536)
-                    drops = runtime.session.counters()["drops"]
+                    drops = runtime.session.counters().drops
                     for k in range(20):
                         torch.empty(4_000_000 + 4096 * k)  # more than there is to free
                         time.sleep(0)
-                    drops = runtime.session.counters()["drops"] - drops
+                    drops = runtime.session.counters().drops - drops
                     assert drops <= 8, f"{drops}: more than the results of tanh"
                     loss.backward()
                 assert torch.equal(w.grad, expected)
@@ -676,7 +676,7 @@ def test_memory_that_python_owns_is_not_freed_by_a_rescue(tmp_path):
             stop = True
             for thread in threads:
                 thread.join()
-        assert runtime.session.counters()["rescued_bytes"] > 0
+        assert runtime.session.counters().rescued_bytes > 0
         print("ok")
     """,
     )

@@ -457,7 +457,7 @@ c10::Storage Session::bring_back(Page& page) {
         if (page.prefetched && !told) {
           ++counters_.prefetch_hits;
         } else if (told) {
-          counters_.in_stall_seconds += now_s() - begin;
+          counters_.in_stall_s += now_s() - begin;
         }
         page.prefetched = false;
         if (page.residency == Residency::Dropped) {

@@ -333,7 +333,7 @@ int64_t Session::make_room(int64_t bytes, bool inside_allocation) {
       guard.unlock();
       guard.lock();
     }
-    (first.out ? counters_.out_stall_seconds : counters_.in_stall_seconds) += waited_s;
+    (first.out ? counters_.out_stall_s : counters_.in_stall_s) += waited_s;
   }
   if (freed < bytes && !inside_allocation && has_anchors_ && phase_ == Phase::Backward) {
     guard.unlock();

@@ -597,14 +597,14 @@ c10::Storage execute(Session& session, Rerun& rerun, Value& root, bool installs,
   const auto begin = std::chrono::steady_clock::now();
   const auto stalled = [&session] {
     Session::Guard guard(session);
-    return session.counters_.out_stall_seconds + session.counters_.in_stall_seconds;
+    return session.counters_.out_stall_s + session.counters_.in_stall_s;
   };
   const double stalled_before = stalled();
   for (auto& op : rerun.ops) {
     let_signals_in();
     if (session.options_.budget_bytes > 0 && session.look_ahead(room_for(*op)) > 0 && gives_up) {
       Session::Guard guard(session);
-      session.counters_.rebuild_seconds += seconds_since(begin);
+      session.counters_.rebuild_s += seconds_since(begin);
       throw ShortOfRoom();
     }
     double seconds = 0;
@@ -659,7 +659,7 @@ c10::Storage execute(Session& session, Rerun& rerun, Value& root, bool installs,
     const double waited = stalled() - stalled_before;  // for lanes, to make room: counted there
     Session::Guard guard(session);
     const double seconds = seconds_since(begin);
-    session.counters_.rebuild_seconds += std::max(0.0, seconds - waited);
+    session.counters_.rebuild_s += std::max(0.0, seconds - waited);
     if (session.tracing_) {
       session.trace_.push_back({static_cast<int64_t>(TraceKind::Rebuild), root.key, root.bytes, 0,
                                 0, seconds_of(begin), seconds_of(begin) + seconds});

@@ -761,6 +761,20 @@ void Session::uncharge_gone() {
   uncharge_tick_ = tick_ + static_cast<int64_t>(charged_lately_.size() / 32);
 }
 
+Levels Session::levels() const {
+  const auto count = [](const auto& all) { return static_cast<int64_t>(all.size()); };
+  Levels now;
+  now.live_tickets = live_tickets_;
+  now.pages = count(pages_);
+  now.managed_pages = count(managed_);
+  now.managed_resident_bytes = managed_resident_bytes_;
+  now.dropped_now_bytes = dropped_now_bytes_;
+  now.swapped_now_bytes = swapped_now_bytes_;
+  now.uncounted_bytes = uncounted_bytes_;
+  now.step_peak_bytes = step_peak_bytes();
+  return now;
+}
+
 int64_t Session::step_peak_bytes() const {
   if (!options_.device.is_cpu()) {
     return boundary_peak_bytes_;

@@ -31,6 +31,7 @@
 #include "observe/random_draws.h"
 #include "rebuild/device_evidence.h"
 #include "state/address_ranges.h"
+#include "state/counters.h"
 #include "state/page_index.h"
 #include "state/plan.h"
 #include "state/values.h"
@@ -67,18 +68,6 @@ struct Event {
   double seconds;
 };
 static_assert(sizeof(Event) == 48, "the Python side reads events as 48-byte rows");
-
-// Why a saved tensor is not managed.
-enum class KeptReason : int32_t {
-  Managed = 0,
-  Source,   // no recorded op of this step made it: parameters, inputs, buffers
-  Small,    // below min_bytes
-  Device,   // on another device
-  Layout,   // sparse, quantized, subclass ...: cannot be made again exactly
-  Opaque,   // made inside a compiled region or by an op that must not run twice
-  Unknown,  // never seen by the recorder
-  Count,
-};
 
 enum class Distance : int32_t { None = 0, Staleness = 1, NextUse = 2 };
 // Weight of a page that no policy has seen yet.
@@ -131,60 +120,6 @@ struct LoggedValue {
   int64_t repeats;  // 0: a workspace, say; it cannot be made again
 };
 static_assert(sizeof(LoggedValue) == 24, "the Python side reads logged values as 24-byte rows");
-
-struct Counters {
-  int64_t ops = 0;
-  int64_t packs = 0;
-  int64_t unpacks = 0;
-  int64_t managed_unpacks = 0;
-  int64_t packed_bytes = 0;  // of managed pages
-  int64_t drops = 0;
-  int64_t dropped_bytes = 0;
-  int64_t rebuilds = 0;  // pages brought back
-  int64_t rebuilt_bytes = 0;
-  int64_t replayed_ops = 0;
-  int64_t shortcuts = 0;          // of these: by a shortcut
-  int64_t shortcut_failures = 0;  // shortcuts that made other bits when they were tried
-  double rebuild_seconds = 0;
-  int64_t swap_outs = 0;  // pages whose device copy went
-  int64_t swapped_out_bytes = 0;
-  int64_t clean_evictions = 0;  // of these, at once: the copy was there already
-  int64_t swap_ins = 0;
-  int64_t swapped_in_bytes = 0;
-  int64_t written_back_bytes = 0;  // copied to a tier below, used or not
-  int64_t prefetches = 0;
-  int64_t prefetch_hits = 0;    // there when asked for
-  int64_t prefetch_late = 0;    // on the way when asked for
-  int64_t prefetch_misses = 0;  // not asked for yet
-  int64_t prefetch_vain = 0;    // evicted again before they were used
-  int64_t swap_refusals = 0;    // pages that no tier had room for
-  int64_t failed_writes = 0;    // copies to the disk that failed
-  int64_t failed_reads = 0;     // copies from the disk that failed
-  int64_t lost_pages = 0;       // of these, without a recipe either
-  int write_error = 0;          // errno of the first failed write
-  int read_error = 0;           // and of the first failed read
-  double out_stall_seconds = 0;
-  double in_stall_seconds = 0;
-  int64_t boundary_evictions = 0;
-  int64_t rescues = 0;
-  int64_t rescued_bytes = 0;
-  int64_t shortfalls = 0;
-  int64_t shortfall_bytes = 0;  // the worst
-  int64_t comparisons = 0;      // of what came back with what went
-  int64_t mismatches = 0;       // that came out different
-  int64_t unhashed = 0;         // to be compared, but there was no room for a hash on the device
-  int64_t audits = 0;
-  int64_t audit_failures = 0;
-  int64_t clones_on_write = 0;
-  int64_t pumps = 0;
-  int64_t plan_hits = 0;
-  int64_t plan_misses = 0;
-  int64_t kept_bytes[static_cast<int>(KeptReason::Count)] = {};
-  int64_t exposed_bytes = 0;  // the most that was asked for and could not be freed, in one request
-  int64_t begin_bytes = 0;    // live at the first op of this step
-  int64_t stuck_bytes = 0;    // the most of this step that nothing could be evicted from
-  const char* stuck_op = "";
-};
 
 // Ops behind a value, without gradients, since something that autograd saved. A longer recipe is
 // not kept: a rollout or an evaluation would else hold the records of all it has done.
@@ -547,6 +482,7 @@ struct Session : c10::intrusive_ptr_target {
             int reason = 0);
   void charge_uncounted(Page& page, int64_t bytes);
   void uncharge_gone();
+  Levels levels() const;
   int64_t step_peak_bytes() const;  // the most that was live in this step
   void note_first_use(Page& page, const c10::Storage& storage);
   void sweep();  // forgets pages whose storage is gone

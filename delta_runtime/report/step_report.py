@@ -141,10 +141,10 @@ class StepTotals:
     kept_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def from_counters(cls, counters: Mapping[str, Any], **others: int) -> StepTotals:
-        """Take the extension's counters over, and what others have counted."""
-        given = {name: counters[name] for name in _NAMES if name in counters}
-        return cls(**given | others)
+    def from_counters(cls, counters: object, **others: int) -> StepTotals:
+        """Take the extension's counters over (`_C.Counters`), and what others have counted."""
+        counted: dict[str, Any] = {name: getattr(counters, name) for name in COUNTED_BY_THE_SESSION}
+        return cls(**counted | others)
 
     def since(self, earlier: StepTotals, *, peak_bytes: int) -> StepTotals:
         """What happened between an earlier count and this one, with the peak of that time."""
@@ -158,6 +158,15 @@ class StepTotals:
 
 
 _NAMES = tuple(f.name for f in fields(StepTotals))
+_COUNTED_BY_OTHERS = {
+    "steps",
+    "alone_steps",
+    "over_budget_steps",
+    "peak_bytes",
+    "planning_s",
+    "uncounted_bytes",
+}
+COUNTED_BY_THE_SESSION = tuple(name for name in _NAMES if name not in _COUNTED_BY_OTHERS)
 _LEVELS = (
     "shortfall_bytes",
     "exposed_bytes",

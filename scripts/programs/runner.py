@@ -14,7 +14,7 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
@@ -409,8 +409,8 @@ def _alike(found: Any, wanted: Any) -> bool:
 
 
 def _evictions(runtime: Any) -> int:
-    totals: Mapping[str, Any] = runtime.session.counters()
-    return int(totals["drops"]) + int(totals["swap_outs"])
+    counters = runtime.session.counters()
+    return int(counters.drops + counters.swap_outs)
 
 
 def left_behind() -> str:

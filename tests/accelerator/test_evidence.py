@@ -48,7 +48,7 @@ class Net(nn.Module):
         return self.second(torch.relu_(self.first(x)).sin()).square().mean()
 
 
-def counters(runtime: delta.Runtime) -> dict[str, int]:
+def counters(runtime: delta.Runtime) -> _C.Counters:
     return runtime.session.counters()
 
 
@@ -200,11 +200,11 @@ def test_all_values_are_compared_in_the_same_few_steps(device, controls):
     steps = []
     with runtime_on(device, "stress_drop_all") as runtime:
         for step in range(120):
-            before = counters(runtime)["comparisons"]
+            before = counters(runtime).comparisons
             (w.sin() * w.cos()).sum().backward()
             w.grad = None
             runtime.steps.boundary()
-            steps += [step] * (counters(runtime)["comparisons"] - before)
+            steps += [step] * (counters(runtime).comparisons - before)
     saved = 2  # values that are dropped in each step
     at = sorted(set(steps))
     assert len(steps) == saved * len(at)
@@ -229,7 +229,7 @@ def test_nothing_waits_inside_a_step(device, controls):
                 model(x).backward()
                 inside = controls.fake.waits() - before
             waits[verify].append((inside, controls.fake.waits() - before - inside))
-        assert (counters(runtime)["comparisons"] > 0) == (verify == "always")
+        assert (counters(runtime).comparisons > 0) == (verify == "always")
         runtime.close()
     # The first steps are timed, op by op.
     assert waits["off"][6:] == [(0, 0)] * 6
@@ -503,10 +503,10 @@ def test_room_for_hashes_is_there_when_the_card_is_full(device, controls):
         if controls.simulated:
             controls.capacity(1)
         runtime.session.make_room(1 << 40)
-        assert counters(runtime)["drops"] >= 2 and counters(runtime)["unhashed"] == 0
+        assert counters(runtime).drops >= 2 and counters(runtime).unhashed == 0
         controls.capacity(0)
         loss.backward()
-    assert counters(runtime)["comparisons"] == counters(runtime)["rebuilds"]
+    assert counters(runtime).comparisons == counters(runtime).rebuilds
     runtime.close()
 
 
@@ -529,9 +529,9 @@ def test_what_cannot_be_hashed_is_counted_or_stays(device, controls, verify):
         controls.capacity(0)
         loss.backward()
     if verify == "always":
-        assert found["drops"] == 0 and found["unhashed"] > 0
+        assert found.drops == 0 and found.unhashed > 0
     else:
-        assert found["drops"] == found["unhashed"] == 2
+        assert found.drops == found.unhashed == 2
         assert "not compared for want of room" in str(runtime.report())
     runtime.close()
 
@@ -629,7 +629,7 @@ def test_what_was_read_before_others_could_write_to_it(device, controls, gone):
             torch.ones(4, device=device).add(1)
             loss.backward()
         assert torch.equal(w.grad, right), step
-    assert counters(runtime)["drops"] >= 8
+    assert counters(runtime).drops >= 8
     runtime.close()
 
 

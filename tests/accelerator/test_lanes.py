@@ -140,7 +140,7 @@ def swap_out_a_graph(runtime: delta.Runtime, x: torch.Tensor, early=lambda: None
         loss = chain_of_sines(x)
         early()
         runtime.session.make_room(1 << 40)
-    assert runtime.session.counters()["swapped_now_bytes"] > 0
+    assert runtime.session.levels().swapped_now_bytes > 0
     return loss
 
 
@@ -193,7 +193,7 @@ def test_a_graph_that_was_swapped_out_whole(device, controls):
     runtime = swapper(device)
     assert torch.equal(gradient(device, runtime, late=lambda: controls.delay(0.3)), expected)
     counters = runtime.session.counters()
-    assert counters["swap_outs"] >= 5 and counters["swap_ins"] >= 5
+    assert counters.swap_outs >= 5 and counters.swap_ins >= 5
     runtime.close()
 
 
@@ -211,7 +211,7 @@ def delayed(device, controls, where: str, verify: str = "off") -> torch.Tensor:
         found = gradient(device, runtime, early, late)
     torch.accelerator.synchronize()
     counters = runtime.session.counters()
-    assert counters["swap_outs"] >= 5 and counters["swap_ins"] >= 5
+    assert counters.swap_outs >= 5 and counters.swap_ins >= 5
     runtime.close()
     return found
 
@@ -258,7 +258,7 @@ def test_what_was_used_on_two_streams_stays(device, controls):
         loss = (y.cos() * z.cos()).sum()
         del y, z
         runtime.session.make_room(1 << 40)
-        kept_bytes = runtime.session.counters()["managed_resident_bytes"]
+        kept_bytes = runtime.session.levels().managed_resident_bytes
         loss.backward()
     assert kept_bytes >= 2 * (1 << 20), "y and z were used on two streams"
     x2 = x.detach().requires_grad_()
@@ -281,7 +281,7 @@ def test_the_host_does_not_wait_for_slow_copies(device, controls):
         begin = time.perf_counter()
         runtime.session.make_room(1 << 40)
         took_s = time.perf_counter() - begin
-    assert runtime.session.counters()["swapped_now_bytes"] >= 5 << 20
+    assert runtime.session.levels().swapped_now_bytes >= 5 << 20
     assert took_s < 0.2
     controls.slow_copies(0)
     loss.backward()
@@ -386,7 +386,7 @@ def test_a_device_that_fails_kills_nobody(device, controls, failing):
     failing(False)
     controls.slow_copies(0)
     torch.accelerator.synchronize()
-    assert runtime.session.counters()["failed_writes"] > 0
+    assert runtime.session.counters().failed_writes > 0
     with runtime.step():
         chain_of_sines(x).backward()
     runtime.close()
@@ -415,6 +415,6 @@ def test_what_was_on_its_way_back_is_recomputed_when_the_device_fails(device, co
         loss.backward()
     controls.slow_copies(0)
     torch.accelerator.synchronize()
-    assert runtime.session.counters()["failed_reads"] > 0
+    assert runtime.session.counters().failed_reads > 0
     assert torch.equal(x.grad.cpu(), gradient(device, None))
     runtime.close()

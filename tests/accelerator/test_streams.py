@@ -99,7 +99,7 @@ def test_a_page_comes_back_to_its_own_stream(device, controls):
             z.backward()
         torch.accelerator.synchronize()
         assert torch.equal(x.grad.cpu(), x.detach().cpu()), f"step {step}"
-    assert runtime.session.counters()["swap_ins"] >= STEPS
+    assert runtime.session.counters().swap_ins >= STEPS
     runtime.close()
 
 
@@ -190,7 +190,7 @@ def test_room_is_made_of_what_is_on_its_way_back(device, controls):
         node.register_prehook(late)
         loss.backward()
     controls.slow_copies(0)
-    assert runtime.session.counters()["prefetches"] > 2
+    assert runtime.session.counters().prefetches > 2
     assert freed and freed[0] >= BYTES
     y = x.detach().requires_grad_()
     chain(y).backward()

@@ -491,7 +491,7 @@ def test_a_late_write_through_an_alias_of_before_the_runtime(
                 around(lambda: other.fill_(0.25))
             loss.backward()
             assert torch.equal(w.grad, expected), step
-        assert runtime.session.counters()["drops"] > LATE
+        assert runtime.session.counters().drops > LATE
     runtime.close()
 
 
@@ -531,9 +531,9 @@ def test_memory_that_no_op_has_used_is_not_charged() -> None:
             data.numpy()
             on_a_thread(lambda: data[1].fill_(1.0))
             (w.sin() * w).sum().backward()
-            unused = runtime.session.counters()["uncounted_bytes"]
+            unused = runtime.session.levels().uncounted_bytes
             (w * data[1]).sum().backward()
-            used = runtime.session.counters()["uncounted_bytes"]
+            used = runtime.session.levels().uncounted_bytes
     assert used - unused == data.nbytes
     runtime.close()
 
@@ -571,7 +571,7 @@ def test_one_op_writes_to_one_memory_through_two_storages(alias: Alias) -> None:
     expected = gradients(None)
     runtime = delta.Runtime("100%", device="cpu", policy="stress_drop_all")
     assert all(map(torch.equal, gradients(runtime), expected))
-    assert runtime.session.counters()["drops"] >= LATE
+    assert runtime.session.counters().drops >= LATE
     runtime.close()
 
 

@@ -435,11 +435,11 @@ def test_arrays_taken_between_steps_leave_nothing_behind() -> None:
         (w.sin() * w).sum().backward()
     for _ in range(5000):
         torch.ones(10).numpy()
-    assert runtime.session.counters()["pages"] < 2000
+    assert runtime.session.levels().pages < 2000
     with runtime.step():
         for _ in range(5000):
             torch.ones(10).numpy()
-        assert runtime.session.counters()["pages"] < 2000
+        assert runtime.session.levels().pages < 2000
         (w.sin() * w).sum().backward()
     runtime.close()
 
@@ -499,12 +499,12 @@ def test_weights_are_recomputed_from_again_when_arrays_of_them_are_gone(where: s
         return float(np.linalg.norm(first[1:]) + second.sum())
 
     for step in range(8):
-        before = runtime.session.counters()["drops"]
+        before = runtime.session.counters().drops
         with runtime.step():
             if step == 3 and where == "in a step":
                 norm()
             ((w * 2.0).sin().cos() * w).sum().backward()
-        drops.append(runtime.session.counters()["drops"] - before)
+        drops.append(runtime.session.counters().drops - before)
         if step == 3 and where == "between steps":
             norm()
     assert set(drops[4:]) == {drops[0]} and drops[0] > 0, drops
@@ -539,13 +539,13 @@ def test_an_array_that_is_never_made() -> None:
     runtime = delta.Runtime("100%", device="cpu", policy="stress_drop_all")
     drops = []
     for step in range(6):
-        before = runtime.session.counters()["drops"]
+        before = runtime.session.counters().drops
         with runtime.step():
             if step == 2:
                 with pytest.raises(RuntimeError, match="requires grad"):
                     w.numpy()
             ((w * 2.0).sin().cos() * w).sum().backward()
-        drops.append(runtime.session.counters()["drops"] - before)
+        drops.append(runtime.session.counters().drops - before)
     assert set(drops[3:]) == {drops[0]} and drops[0] > 0, drops
     runtime.close()
 
@@ -672,7 +672,7 @@ def test_an_array_taken_when_the_runtime_has_ended_before_backward(end: str) -> 
     runtime = delta.Runtime("100%", device="cpu", policy="stress_drop_all", min_bytes=0)
     with runtime:
         made = forward()
-    assert runtime.session.counters()["dropped_now_bytes"] > 0
+    assert runtime.session.levels().dropped_now_bytes > 0
     if "closed" in end:
         runtime.close()
     if "gone" in end:

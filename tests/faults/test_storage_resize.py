@@ -510,5 +510,5 @@ def test_saved_memory_that_grew_is_counted_as_it_is() -> None:
             loss.backward()
         del loss, storage, x
         gc.collect()
-        assert runtime.session.counters()["managed_resident_bytes"] == 0
+        assert runtime.session.levels().managed_resident_bytes == 0
     runtime.close()

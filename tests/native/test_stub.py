@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from delta_runtime.extension import _C
+from delta_runtime.report.step_report import COUNTED_BY_THE_SESSION
 
 STUB = ast.parse((Path(_C.__file__).parent / "_C.pyi").read_text(encoding="utf-8"))
 TYPES_OF_THE_STUB = {"TierRow", "Column", "Callback"}
@@ -34,7 +35,7 @@ def test_the_module_has_what_its_stub_says():
     assert names_in(STUB.body) - TYPES_OF_THE_STUB == public(_C)
 
 
-@pytest.mark.parametrize("name", ["Session", "Plan"])
+@pytest.mark.parametrize("name", ["Session", "Plan", "Counters", "Levels"])
 def test_a_class_has_what_its_stub_says(name):
     (stub,) = (each for each in STUB.body if isinstance(each, ast.ClassDef) and each.name == name)
     assert {each for each in names_in(stub.body) if not each.startswith("_")} == public(
@@ -68,3 +69,7 @@ def test_the_session_takes_the_options_that_the_stub_names():
         for part in told[told.index("*,") + 2 :].split("->")[0].split(", ")
         if ":" in part
     }
+
+
+def test_the_report_takes_over_all_that_the_session_counts():
+    assert set(COUNTED_BY_THE_SESSION) == public(_C.Counters)

@@ -108,7 +108,7 @@ def swap_out_a_graph(runtime: delta.Runtime) -> tuple[torch.Tensor, torch.Tensor
     with runtime.step():
         loss, x = sines()
         runtime.session.make_room(1 << 40)
-    assert runtime.session.counters()["swapped_now_bytes"] >= 5 << 20
+    assert runtime.session.levels().swapped_now_bytes >= 5 << 20
     return loss, x
 
 
