@@ -541,13 +541,13 @@ const char* place_of(const Ticket& ticket) {
   const Session& session = *ticket.session;
   Session::Guard guard(*ticket.session);
   const Page& page = *ticket.page;
-  switch (page.residency) {
+  switch (page.residency()) {
     case Residency::Resident:
-      return page.copy && !page.copy->transfer->ended() ? "copying" : "resident";
+      return page.below.copy && !page.below.copy->transfer->ended() ? "copying" : "resident";
     case Residency::Dropped:
       return "dropped";
     case Residency::Swapped:
-      return session.tiers_[page.copy->tier].kind == Tier::Host ? "host" : "disk";
+      return session.tiers_[page.below.copy->tier].kind == Tier::Host ? "host" : "disk";
     case Residency::SwappingIn:
       return "copying";
     case Residency::Lost:

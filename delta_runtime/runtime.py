@@ -18,6 +18,7 @@ import logging
 import sys
 import threading
 import time
+import weakref
 from dataclasses import replace
 from types import TracebackType
 
@@ -133,8 +134,16 @@ class Runtime:
             self.session = self._new_session(config, policy, tiers)
         finally:
             tiers.close()  # the session has a descriptor of its own by now
+        # Weakly: a runtime that nobody holds any more goes at once, without the garbage collector.
+        # Not a WeakMethod: its end runs Python, where an interrupt is lost.
+        this = weakref.ref(self)
+
+        def after_step() -> None:
+            if runtime := this():
+                runtime._after_step()
+
         self.steps = Steps(
-            self.session, config, policy, self.device, self.budget_bytes, tiers, self._after_step
+            self.session, config, policy, self.device, self.budget_bytes, tiers, after_step
         )
         self.hooks = TorchHooks(
             self.session,

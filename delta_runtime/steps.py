@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -59,7 +58,7 @@ class Steps:
         device: that it manages.
         budget_bytes: that it was given.
         tiers: below the device.
-        after_step: method called behind each step that was observed, as long as its object lives.
+        after_step: called behind each step that was observed.
     """
 
     def __init__(
@@ -76,8 +75,7 @@ class Steps:
         self._config = config
         self._policy = policy
         self._on_cpu = device.type == "cpu"
-        # Weakly: a runtime that nobody holds any more goes at once, without the garbage collector.
-        self._after_step = weakref.WeakMethod(after_step)
+        self._after_step = after_step
         self._budget_bytes = budget_bytes
         self.pump = Pump(session, policy, tiers, checked=config.check)
         self.totals = StepTotals()
@@ -259,8 +257,7 @@ class Steps:
         self._warnings.failed_copies(self.totals)
         if self._trace is not None:
             self._trace.add_step(np.frombuffer(self._session.drain_trace(), dtype=TRACE_DTYPE))
-        if after_step := self._after_step():
-            after_step()
+        self._after_step()
 
     def _take_in(self, shortfall: Shortfall | None) -> None:
         worst = self.shortfall

@@ -91,7 +91,7 @@ int64_t Session::returns() const {
   return sum;
 }
 
-Lane& Session::lane_in_of(const Page& page) const { return *tiers_[page.copy->tier].in; }
+Lane& Session::lane_in_of(const Page& page) const { return *tiers_[page.below.copy->tier].in; }
 
 double Session::seconds_in_for(int64_t bytes) const {
   return tiers_.front().in->seconds_for(bytes);
@@ -107,13 +107,13 @@ void Session::end_transfer(Transfer& transfer) {
 // ---------------------------------------------------------------- out
 
 bool Session::is_alone(const Page& page) const {
-  const bool flying = page.copy && page.copy->transfer->device;
+  const bool flying = page.below.copy && page.below.copy->transfer->device;
   return page.strong.use_count() == (flying ? 2 : 1);
 }
 
 // Whether no tier had room for it, and nothing has come free since.
 bool Session::is_refused(const Page& page) const {
-  return page.refused_at >= 0 && page.refused_at == returns();
+  return page.below.refused_at >= 0 && page.below.refused_at == returns();
 }
 
 bool Session::may_swap(const Page& page) const {
@@ -122,37 +122,39 @@ bool Session::may_swap(const Page& page) const {
 }
 
 bool Session::can_write_back(Page& page) const {
-  return !tiers_.empty() && page.candidate >= 0 && page.tickets > 0 && !page.copy &&
+  return !tiers_.empty() && page.candidate >= 0 && page.tickets > 0 && !page.below.copy &&
          !is_refused(page) && may_swap(page) && page.strong.use_count() == 1 &&
-         !page.being_written && content_unchanged(page) &&
+         !page.doubts.being_written && content_unchanged(page) &&
          static_cast<int64_t>(page.strong.nbytes()) == page.bytes &&
          !c10::impl::cow::is_cow_data_ptr(page.strong.data_ptr()) && !page.many_streams &&
          (!options_.device.is_cpu() || cpu_pool::owns(page.strong.data_ptr()));
 }
 
 bool Session::copy_is_good(const Page& page) const {
-  const bool there = page.copy && (page.copy->transfer->done() || page.copy->transfer->ordered());
-  return there && page.copy->epoch == page.epoch && !page.many_streams && !page.being_written &&
-         content_unchanged(page) && static_cast<int64_t>(page.strong.nbytes()) == page.bytes;
+  const bool there = page.below.copy &&
+                     (page.below.copy->transfer->done() || page.below.copy->transfer->ordered());
+  return there && page.below.copy->epoch == page.epoch && !page.many_streams &&
+         !page.doubts.being_written && content_unchanged(page) &&
+         static_cast<int64_t>(page.strong.nbytes()) == page.bytes;
 }
 
 void Session::forget_copy(Page& page) {
-  if (!page.copy) {
+  if (!page.below.copy) {
     return;
   }
-  Transfer& transfer = *page.copy->transfer;
+  Transfer& transfer = *page.below.copy->transfer;
   if (transfer.lane->cancel(transfer)) {
     end_transfer(transfer);
   }  // else it runs to its end, and reap() lets its ends go
-  page.copy.reset();
+  page.below.copy.reset();
 }
 
 bool Session::write_back(Page& page) {
-  if (page.copy && page.copy->transfer->ended() && !copy_is_good(page)) {
+  if (page.below.copy && page.below.copy->transfer->ended() && !copy_is_good(page)) {
     forget_copy(page);
   }
   if (!can_write_back(page)) {
-    return page.copy != nullptr;
+    return page.below.copy != nullptr;
   }
   std::shared_ptr<Block> block;
   size_t place = 0;
@@ -166,8 +168,8 @@ bool Session::write_back(Page& page) {
       continue;
     }
     for (Page* other : candidates_) {  // what came back can do without its copy
-      if (other->copy && other->copy->tier == place && other->copy->transfer->ended() &&
-          other->frees > 0) {
+      if (other->below.copy && other->below.copy->tier == place &&
+          other->below.copy->transfer->ended() && other->frees > 0) {
         forget_copy(*other);
       }
     }
@@ -177,7 +179,7 @@ bool Session::write_back(Page& page) {
     }
   }
   if (!block) {
-    page.refused_at = returns();
+    page.below.refused_at = returns();
     ++counters_.swap_refusals;
     return false;
   }
@@ -190,11 +192,11 @@ bool Session::write_back(Page& page) {
   transfer->page = page.id;
   transfer->device = page.strong;
   transfer->block = block;
-  page.copy = c10::make_intrusive<SwapCopy>();
-  page.copy->tier = place;
-  page.copy->block = std::move(block);
-  page.copy->transfer = transfer;
-  page.copy->epoch = page.epoch;
+  page.below.copy = c10::make_intrusive<SwapCopy>();
+  page.below.copy->tier = place;
+  page.below.copy->block = std::move(block);
+  page.below.copy->transfer = transfer;
+  page.below.copy->epoch = page.epoch;
   counters_.written_back_bytes += page.bytes;
   transfer->stream = page.stream;
   tier.flying_out.push_back(transfer);
@@ -211,18 +213,18 @@ bool Session::free_clean(Page& page) {
     return false;
   }
   remove_candidate(page);
-  page.residency = Residency::Swapped;
+  page.move_to(Residency::Swapped);
   page.data = nullptr;
   ++page.frees;
-  counters_.prefetch_vain += page.prefetched ? 1 : 0;
-  page.prefetched = false;
+  counters_.prefetch_vain += page.below.prefetched ? 1 : 0;
+  page.below.prefetched = false;
   swapped_now_bytes_ += page.bytes;
   ++counters_.swap_outs;
   counters_.swapped_out_bytes += page.bytes;
   emit(EventKind::SwappedOut, &page, page.bytes, 0, key_of(*page.current),
-       static_cast<int>(tiers_[page.copy->tier].kind));
-  page.return_order = return_order(page);
-  swapped_.emplace(page.return_order, page.id);
+       static_cast<int>(tiers_[page.below.copy->tier].kind));
+  page.below.order = return_order(page);
+  swapped_.emplace(page.below.order, page.id);
   page.strong.unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(nullptr, options_.device));
   return true;
 }
@@ -247,9 +249,9 @@ bool Session::reap() {
         ++counters_.failed_writes;
         counters_.write_error = counters_.write_error != 0 ? counters_.write_error : t.error;
         const auto page = managed_.find(t.page);
-        if (page != managed_.end() && page->second->copy &&
-            page->second->copy->transfer.get() == &t) {
-          page->second->copy.reset();
+        if (page != managed_.end() && page->second->below.copy &&
+            page->second->below.copy->transfer.get() == &t) {
+          page->second->below.copy.reset();
         }
       }
       end_transfer(t);
@@ -259,7 +261,7 @@ bool Session::reap() {
       Transfer& t = *tier.flying_in.front();
       row(t, TraceKind::CopyIn);
       const auto page = managed_.find(t.page);
-      if (page != managed_.end() && page->second->incoming.get() == &t) {
+      if (page != managed_.end() && page->second->below.incoming.get() == &t) {
         finish_swap_in(*page->second);
       }
       end_transfer(t);
@@ -274,7 +276,7 @@ bool Session::reap() {
 // Whether the plan of this very step says when the page comes back. Evicted a second time, or in a
 // later step, it does not.
 bool Session::is_timed(const Page& page) const {
-  return page.prefetch_at >= step_begin_tick_ && page.frees <= 1;
+  return page.below.prefetch_at >= step_begin_tick_ && page.frees <= 1;
 }
 
 // When a page is to come back, relative to others: by the plan, and of two that it has come back at
@@ -282,7 +284,7 @@ bool Session::is_timed(const Page& page) const {
 ReturnOrder Session::return_order(Page& page) const {
   const int64_t next = next_use_of(page, tick_);
   const int64_t use = next >= 0 ? next : kUnknownReturn - page.packed_at;
-  return {is_timed(page) ? page.prefetch_at : use, use};
+  return {is_timed(page) ? page.below.prefetch_at : use, use};
 }
 
 // Gives the page a storage and queues the copy into it. Without the lock: allocating may evict.
@@ -291,10 +293,10 @@ bool Session::begin_swap_in(Page& page, bool prefetch) {
   std::optional<c10::StreamGuard> on;  // the memory is to be of the page's stream again
   {
     Guard guard(*this);
-    if (page.residency != Residency::Swapped || page.fetching) {
+    if (page.residency() != Residency::Swapped || page.below.fetching) {
       return false;
     }
-    page.fetching = true;
+    page.below.fetching = true;
     if (page.stream != kNoStream && page.stream != current_stream_id(options_.device)) {
       on.emplace(c10::Stream(c10::Stream::UNSAFE, options_.device, page.stream));
     }
@@ -308,7 +310,7 @@ bool Session::begin_swap_in(Page& page, bool prefetch) {
   } catch (...) {
     {
       Guard guard(*this);
-      page.fetching = false;
+      page.below.fetching = false;
     }
     if (prefetch) {
       return false;
@@ -317,24 +319,24 @@ bool Session::begin_swap_in(Page& page, bool prefetch) {
   }
   auto transfer = c10::make_intrusive<Transfer>();
   Guard guard(*this);
-  page.fetching = false;
-  if (page.tickets == 0 || page.residency != Residency::Swapped) {
+  page.below.fetching = false;
+  if (page.tickets == 0 || page.residency() != Residency::Swapped) {
     thread_trash().take(std::move(storage));
     return false;
   }
-  SwapTier& tier = tiers_[page.copy->tier];
+  SwapTier& tier = tiers_[page.below.copy->tier];
   transfer->memory = storage.mutable_data();
   transfer->bytes = page.bytes;
   transfer->key = page.current->key;
   transfer->page = page.id;
   transfer->device = storage;
-  transfer->block = page.copy->block;
-  transfer->follows = page.copy->transfer->ended() ? nullptr : page.copy->transfer;
+  transfer->block = page.below.copy->block;
+  transfer->follows = page.below.copy->transfer->ended() ? nullptr : page.below.copy->transfer;
   rehome(page, storage);
-  page.residency = Residency::SwappingIn;
-  page.prefetched = prefetch;
-  page.incoming = transfer;
-  swapped_.erase({page.return_order, page.id});
+  page.move_to(Residency::SwappingIn);
+  page.below.prefetched = prefetch;
+  page.below.incoming = transfer;
+  swapped_.erase({page.below.order, page.id});
   swapped_now_bytes_ -= page.bytes;
   swapping_in_bytes_ += page.bytes;
   tier.flying_in.push_back(transfer);
@@ -343,22 +345,22 @@ bool Session::begin_swap_in(Page& page, bool prefetch) {
 }
 
 void Session::finish_swap_in(Page& page) {
-  if (page.incoming->failed()) {
+  if (page.below.incoming->failed()) {
     fail_swap_in(page, /*differs=*/false);
     return;
   }
-  if ((page.incoming->done() || page.incoming->ordered()) &&
+  if ((page.below.incoming->done() || page.below.incoming->ordered()) &&
       !is_as_it_went(page, page.strong, /*copied=*/true)) {
     ++counters_.mismatches;
     fail_swap_in(page, /*differs=*/true);
     return;
   }
-  const double seconds = page.incoming->end_s - page.incoming->begin_s;
-  if (!page.incoming->ended()) {
-    page.arrival = page.incoming;
+  const double seconds = page.below.incoming->end_s - page.below.incoming->begin_s;
+  if (!page.below.incoming->ended()) {
+    page.below.arrival = page.below.incoming;
   }
-  page.incoming.reset();
-  page.residency = Residency::Resident;
+  page.below.incoming.reset();
+  page.move_to(Residency::Resident);
   page.retry_tick = 0;
   swapping_in_bytes_ -= page.bytes;
   ++counters_.swap_ins;
@@ -372,17 +374,17 @@ void Session::finish_swap_in(Page& page) {
 void Session::fail_swap_in(Page& page, bool differs) {
   if (!differs) {
     ++counters_.failed_reads;
-    const int error = page.incoming->error;
+    const int error = page.below.incoming->error;
     counters_.read_error = counters_.read_error != 0 ? counters_.read_error : error;
   }
-  page.incoming.reset();
-  page.prefetched = false;
-  page.copy.reset();
+  page.below.incoming.reset();
+  page.below.prefetched = false;
+  page.below.copy.reset();
   swapping_in_bytes_ -= page.bytes;
   page.strong.unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(nullptr, options_.device));
   if (page.current->anchor || !anchor_recipe(*page.current)) {
-    page.residency = Residency::Lost;
-    page.differs = differs;
+    page.move_to(Residency::Lost);
+    page.went.differs = differs;
     counters_.lost_pages += differs ? 0 : 1;
     return;
   }
@@ -397,11 +399,11 @@ void Session::order_after_arrival(Page& page, const c10::Storage& storage) const
     return;
   }
   const c10::StreamId current = current_stream_id(options_.device);
-  if (page.arrival && page.arrival->ended()) {
-    page.arrival.reset();
+  if (page.below.arrival && page.below.arrival->ended()) {
+    page.below.arrival.reset();
   }
-  if (page.arrival && page.arrival->ordered_before != current) {
-    page.arrival->lane->wait(*page.arrival);
+  if (page.below.arrival && page.below.arrival->ordered_before != current) {
+    page.below.arrival->lane->wait(*page.below.arrival);
   }
   if (page.stream == kNoStream || page.stream == current || !storage) {
     return;
@@ -421,17 +423,17 @@ c10::Storage Session::bring_back(Page& page) {
     bool busy = false;
     {
       Guard guard(*this);
-      if (page.incoming && (page.incoming->ended() || page.incoming->ordered())) {
+      if (page.below.incoming && (page.below.incoming->ended() || page.below.incoming->ordered())) {
         finish_swap_in(page);
-        if (!told && page.residency == Residency::Resident) {
+        if (!told && page.residency() == Residency::Resident) {
           ++counters_.prefetch_hits;
         }
-        page.prefetched = false;
+        page.below.prefetched = false;
       }
       if (page.tickets == 0) {
         return {};  // let go of meanwhile
       }
-      if (page.residency == Residency::Lost && page.differs) {
+      if (page.residency() == Residency::Lost && page.went.differs) {
         throw RecomputeMismatchError(
             "delta_runtime: a saved tensor of " + std::to_string(page.bytes) + " bytes, made by " +
             (page.current->producer ? page.current->producer->info->name : std::string("?")) +
@@ -442,7 +444,7 @@ c10::Storage Session::bring_back(Page& page) {
             "kernel of your own: tell it with delta_runtime.mark_written), or the host's memory is "
             "bad.");
       }
-      if (page.residency == Residency::Lost) {
+      if (page.residency() == Residency::Lost) {
         throw SwapFailedError(
             "delta_runtime: a saved tensor of " + std::to_string(page.bytes) +
             " bytes was swapped out and cannot be read any more (" +
@@ -453,27 +455,27 @@ c10::Storage Session::bring_back(Page& page) {
                                         "with another spill_dir."
                                       : "The device failed: start the program again."));
       }
-      if (page.residency == Residency::Resident || page.residency == Residency::Dropped) {
-        if (page.prefetched && !told) {
+      if (page.residency() == Residency::Resident || page.residency() == Residency::Dropped) {
+        if (page.below.prefetched && !told) {
           ++counters_.prefetch_hits;
         } else if (told) {
           counters_.in_stall_s += now_s() - begin;
         }
-        page.prefetched = false;
-        if (page.residency == Residency::Dropped) {
+        page.below.prefetched = false;
+        if (page.residency() == Residency::Dropped) {
           return {};
         }
         order_after_arrival(page, page.strong);
         return page.strong;
       }
       if (!told) {
-        ++(page.residency == Residency::SwappingIn ? counters_.prefetch_late
-                                                   : counters_.prefetch_misses);
+        ++(page.residency() == Residency::SwappingIn ? counters_.prefetch_late
+                                                     : counters_.prefetch_misses);
         told = true;
         begin = now_s();
       }
-      incoming = page.incoming;
-      busy = page.fetching;
+      incoming = page.below.incoming;
+      busy = page.below.fetching;
     }
     if (incoming) {
       while (!incoming->lane->wait_a_while(*incoming)) {
@@ -503,7 +505,7 @@ void Session::write_back_queued() {
   for (size_t looked = 0; !to_write_.empty() && looked < most_looked_at; ++looked) {
     const auto found = managed_.find(to_write_.front());
     Page* page = found != managed_.end() ? found->second : nullptr;
-    const bool wanted = page != nullptr && page->exit == Exit::Swap && !page->copy &&
+    const bool wanted = page != nullptr && page->exit == Exit::Swap && !page->below.copy &&
                         (plan_ == nullptr || page->planned);
     if (wanted && plan_ == nullptr && !(early && idle)) {
       break;
@@ -536,7 +538,7 @@ void Session::tend_lanes(int64_t need_bytes) {
     size_t busy = 0;  // a bit for each tier
     for (const auto& [order, id] : swapped_) {
       Page& page = *managed_.at(id);
-      const size_t tier = page.copy->tier;
+      const size_t tier = page.below.copy->tier;
       if (phase_ == Phase::Forward || busy + 1 == size_t{1} << tiers_.size()) {
         break;
       }
@@ -544,7 +546,7 @@ void Session::tend_lanes(int64_t need_bytes) {
         continue;
       }
       if (is_timed(page)) {
-        if (tick_ < page.prefetch_at) {
+        if (tick_ < page.below.prefetch_at) {
           break;
         }
       } else {

@@ -97,7 +97,7 @@ bool Session::anchor_recipe(Value& root) {
       reachable = false;
       for (Page* home : {v.home, root.home}) {
         if (home != nullptr && home->tickets > 0 && may_repeat(v)) {
-          home->audit_pending = !op->info->collective;
+          home->doubts.audit_pending = !op->info->collective;
         }
       }
     }
@@ -187,10 +187,11 @@ bool Session::can_be_leaf(const Value& v) const {
     return false;
   }
   const Page& home = *v.home;
-  if (home.being_written || home.tainted || home.resized || !content_unchanged(home)) {
+  if (home.doubts.being_written || home.doubts.tainted || home.doubts.resized ||
+      !content_unchanged(home)) {
     return false;
   }
-  if (home.unguarded && (!v.watched || options_.verify == Verify::Off)) {
+  if (home.outside.unguarded && (!v.watched || options_.verify == Verify::Off)) {
     return false;
   }
   c10::Storage storage = home.strong;
@@ -208,7 +209,7 @@ bool Session::can_be_leaf(const Value& v) const {
 }
 
 void Session::note_dropped(Page& page) {
-  page.residency = Residency::Dropped;
+  page.move_to(Residency::Dropped);
   page.rebuilt = false;
   page.data = nullptr;
   dropped_now_bytes_ += page.bytes;
@@ -225,7 +226,8 @@ bool Session::drop_page(Page& page) {
       c10::impl::cow::is_cow_data_ptr(page.strong.data_ptr())) {
     return false;
   }
-  if (page.unguarded && (!options_.device.is_cpu() || (watches() && !page.current->watched))) {
+  if (page.outside.unguarded &&
+      (!options_.device.is_cpu() || (watches() && !page.current->watched))) {
     return false;  // nobody can say whether its content is still what its recipe makes
   }
   if (options_.device.is_cpu() && !cpu_pool::owns(page.strong.data_ptr())) {
@@ -240,8 +242,8 @@ bool Session::drop_page(Page& page) {
     return false;
   }
   if (page.current->watched &&
-      !(page.hashed ? page.hash == page.current->hash : holds(*page.current, *storage))) {
-    page.hashed = false;
+      !(page.went.hashed ? page.went.hash == page.current->hash : holds(*page.current, *storage))) {
+    page.went.hashed = false;
     page.retry_tick = tick_ + 256;  // somebody wrote to it past the dispatcher: it stays
     set_unguarded(page);
     return false;
@@ -388,7 +390,7 @@ int64_t Session::evict(int64_t bytes, int64_t before, bool inside_allocation,
     Page* page = order.back().page;
     order.pop_back();
     bool gone = free_clean(*page);
-    counters_.clean_evictions += gone && page->clean_at_once ? 1 : 0;
+    counters_.clean_evictions += gone && page->below.clean_at_once ? 1 : 0;
     if (!gone && awaits_hash(*page)) {
       coming_bytes += page->bytes;
       continue;
@@ -423,9 +425,9 @@ int64_t Session::evict(int64_t bytes, int64_t before, bool inside_allocation,
       break;
     }
     if (write_back(*page)) {
-      page->clean_at_once = false;
+      page->below.clean_at_once = false;
       coming_bytes += page->bytes;
-      coming.push_back(page->copy->transfer);
+      coming.push_back(page->below.copy->transfer);
     } else if (is_refused(*page) && drop_page(*page)) {
       freed = before - live_bytes();
     }
@@ -494,7 +496,7 @@ void Session::stress_boundary() {
   }
   if (all || random_() % 2 == 0) {  // else they are freed at a later boundary, or never
     for (auto& page : copied) {
-      auto transfer = page->copy ? page->copy->transfer : nullptr;
+      auto transfer = page->below.copy ? page->below.copy->transfer : nullptr;
       guard.unlock();
       if (transfer) {
         transfer->lane->wait(*transfer);

@@ -307,7 +307,7 @@ class Taper {
   bool writes_through_two_storages() const {
     for (const auto& w : open_.written) {
       const Page& page = *w.page;
-      for (size_t i = 0; page.has_aliases && i < open_.inputs.size(); ++i) {
+      for (size_t i = 0; page.outside.has_aliases && i < open_.inputs.size(); ++i) {
         const Page& other = *open_.inputs[i];
         if (&other != &page && other.lies_over(page.data, page.bytes)) {
           return true;
@@ -360,11 +360,11 @@ class Taper {
     Page* page = session_.page_of(t);
     const Write write = write_of(argument, t, *page);
     const bool reads = write != Write::Overwrite && write != Write::Scratch;
-    if (reads && (page->current->watched || page->unguarded)) {
+    if (reads && (page->current->watched || page->outside.unguarded)) {
       session_.check_content(*page, t);
     }
     if (write != Write::No) {
-      page->being_written = true;
+      page->doubts.being_written = true;
       const bool inference = impl->is_inference();
       open_.written.push_back({page, inference ? c10::VariableVersion() : impl->version_counter(),
                                !inference, t.requires_grad(), static_cast<int16_t>(argument),
@@ -375,7 +375,7 @@ class Taper {
       session_.before_write_of_others(*page, to_clone_);
     }
     Value& value = *page->current;
-    if (page->unguarded && value.watched && !value.producer && !value.anchor &&
+    if (page->outside.unguarded && value.watched && !value.producer && !value.anchor &&
         page->bytes <= kMostCopiedBytes) {
       small_of_others_.push_back(page->current);
     } else {
@@ -468,7 +468,7 @@ void OpenOp::clear() {
     thread_trash().take(c10::IValue(std::move(saved)));
   }
   for (auto& w : written) {
-    w.page->being_written = false;
+    w.page->doubts.being_written = false;
   }
   written.clear();
   record.reset();
@@ -866,7 +866,7 @@ void Session::note_alone() {
       continue;
     }
     const Page& page = *entry->second;
-    if (page.residency != Residency::Resident || is_alone(page)) {
+    if (page.residency() != Residency::Resident || is_alone(page)) {
       emit(EventKind::Alone, &page, page.bytes, 0, page.current->key);
     } else {
       held_[still_held++] = id;
@@ -922,14 +922,14 @@ void Session::take_written(OpenOp& open, bool unknown) {
     } else {
       const bool too_deep = open.depth > kMostDepth && !w.requires_grad;
       open.depth = w.requires_grad ? 0 : open.depth;
-      const bool unseen = page.unguarded && !can_watch(page);  // by the next op that reads
+      const bool unseen = page.outside.unguarded && !can_watch(page);  // by the next op that reads
       page.set_current(
           new_value(open, unknown || too_deep || unseen, page.bytes, true, w.argument, w.index));
     }
     if (w.has_counter) {
       page.take_version(w.counter);
     }
-    if (page.unguarded && can_watch(page)) {
+    if (page.outside.unguarded && can_watch(page)) {
       watch(*page.current, page.data, page.bytes);
     }
     if (page.tickets > 0) {

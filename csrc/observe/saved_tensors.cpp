@@ -198,13 +198,13 @@ void Session::resolve(Ticket& ticket, Page* page, const at::Tensor& t) {
     page->packed_at = tick_;
     page->retry_tick = 0;
     page->next_use_cursor = 0;
-    page->refused_at = -1;
-    page->clean_at_once = true;
-    page->prefetched = false;
+    page->below.refused_at = -1;
+    page->below.clean_at_once = true;
+    page->below.prefetched = false;
     page->frees = 0;
     page->exit = default_exit(*page);
     page->planned = false;
-    page->prefetch_at = -1;
+    page->below.prefetch_at = -1;
     managed_.emplace(page->id, page);
     counters_.packed_bytes += page->bytes;
     auto& producer = *page->current->producer;
@@ -252,8 +252,8 @@ at::Tensor Session::view_if_resident(Ticket& ticket) {
   c10::Storage storage;
   {
     Guard guard(*this);
-    if (page.residency != Residency::Resident || page.audit_pending || page.prefetched ||
-        page.arrival) {
+    if (page.residency() != Residency::Resident || page.doubts.audit_pending ||
+        page.below.prefetched || page.below.arrival) {
       return {};
     }
     note_used(page);
@@ -297,8 +297,8 @@ at::Tensor Session::unpack(Ticket& ticket) {
   bool audit_now = false;
   {
     Guard guard(*this);
-    audit_now = page.audit_pending;
-    page.audit_pending = false;
+    audit_now = page.doubts.audit_pending;
+    page.doubts.audit_pending = false;
     note_used(page);
   }
   if (audit_now) {
@@ -326,8 +326,8 @@ void Session::release(Ticket& ticket) {
     page = std::move(ticket.page);
     if (page && --page->tickets == 0) {
       // Also of one that is on its way: a copy may still write to its storage.
-      const bool without_content = page->residency != Residency::Resident;
-      switch (page->residency) {
+      const bool without_content = page->residency() != Residency::Resident;
+      switch (page->residency()) {
         case Residency::Resident:
           remove_candidate(*page);
           break;
@@ -336,20 +336,20 @@ void Session::release(Ticket& ticket) {
           break;
         case Residency::Swapped:
           swapped_now_bytes_ -= page->bytes;
-          swapped_.erase({page->return_order, page->id});
+          swapped_.erase({page->below.order, page->id});
           break;
         case Residency::SwappingIn:
           swapping_in_bytes_ -= page->bytes;
-          page->incoming.reset();
+          page->below.incoming.reset();
           break;
         case Residency::Lost:
           break;
       }
       forget_copy(*page);
-      if (page->went >= 0) {
-        forget_hash(page->went);
+      if (page->went.row >= 0) {
+        forget_hash(page->went.row);
       }
-      page->arrival.reset();
+      page->below.arrival.reset();
       emit(EventKind::Released, page.get(), page->bytes, 0, key_of(*page->current));
       managed_.erase(page->id);
       last = managed_.empty() && (!entered_ || phase_ == Phase::Backward);
@@ -425,7 +425,7 @@ void Session::follow(const Plan& plan, Page& page) {
   const bool goes = page.rebuilt ? plan.dropped_twice[row] != 0 : page.planned;
   page.weight = plan.weight[row] * (goes ? kPlannedWeight : 1);
   const int64_t at = plan.copy_back_of(row);
-  page.prefetch_at = at == kNever ? -1 : at + step_begin_tick_;
+  page.below.prefetch_at = at == kNever ? -1 : at + step_begin_tick_;
 }
 
 // How a page leaves while no policy has said so: the way that takes less time.

@@ -24,10 +24,10 @@
 namespace delta {
 
 bool Session::take_device_evidence(Page& page) {
-  if (page.went_round == device_evidence_->round && page.went_epoch == page.epoch) {
-    page.hashed = page.went >= 0;
-    counters_.unhashed += page.hashed ? 0 : 1;
-    return page.hashed || options_.verify != Verify::Always;
+  if (page.went.round == device_evidence_->round && page.went.epoch == page.epoch) {
+    page.went.hashed = page.went.row >= 0;
+    counters_.unhashed += page.went.hashed ? 0 : 1;
+    return page.went.hashed || options_.verify != Verify::Always;
   }
   device_evidence_->to_hash.push_back(c10::intrusive_ptr<Page>::reclaim_copy(&page));
   return false;
@@ -59,7 +59,7 @@ bool Session::take_hashes(Guard& guard) {
   DeviceEvidence& evidence = *device_evidence_;
   std::vector<Item> items;
   for (auto& page : evidence.to_hash) {
-    if (page->tickets > 0 && page->residency == Residency::Resident && page->strong) {
+    if (page->tickets > 0 && page->residency() == Residency::Resident && page->strong) {
       const bool known = page->stream != kNoStream;
       items.push_back({page, page->strong,
                        known ? page->stream : current_stream_id(options_.device), page->epoch});
@@ -74,11 +74,11 @@ bool Session::take_hashes(Guard& guard) {
   }
   guard.lock();
   for (auto& item : items) {
-    forget_hash(item.page->tickets > 0 ? item.page->went : item.row);
+    forget_hash(item.page->tickets > 0 ? item.page->went.row : item.row);
     if (item.page->tickets > 0) {
-      item.page->went = item.row;
-      item.page->went_round = round;
-      item.page->went_epoch = item.epoch;
+      item.page->went.row = item.row;
+      item.page->went.round = round;
+      item.page->went.epoch = item.epoch;
     }
   }
   items.clear();  // a page may die with this
@@ -115,7 +115,7 @@ std::shared_ptr<const Suspects> Session::suspects_of(
 void Session::compare_later(Page& page, const c10::Storage& storage, bool copied,
                             std::shared_ptr<const Suspects> suspects,
                             std::vector<uint64_t> proved) {
-  page.hashed = false;
+  page.went.hashed = false;
   const Value& value = *page.current;
   Comparison noted;
   noted.bytes = page.bytes;
@@ -125,11 +125,11 @@ void Session::compare_later(Page& page, const c10::Storage& storage, bool copied
   noted.copied = copied;
   noted.suspects = std::move(suspects);
   noted.proved = std::move(proved);
-  noted.went = page.went;
+  noted.went = page.went.row;
   noted.storage = storage;
   noted.stream = current_stream_id(options_.device);
   noted.owner = copied ? page.stream : noted.stream;
-  page.went = -1;
+  page.went.row = -1;
   device_evidence_->came_back.push_back(std::move(noted));
 }
 
@@ -231,7 +231,7 @@ std::string Session::judge() {
       }
       for (const auto& source : each.suspects->sources) {
         if (Page* page = find_page(source._unsafe_get_target()); page != nullptr) {
-          page->tainted = true;
+          page->doubts.tainted = true;
         }
       }
     }

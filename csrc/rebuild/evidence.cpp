@@ -70,7 +70,7 @@ uint64_t evidence_key(const Value& value, bool copied) {
 }
 
 bool Session::take_evidence(Page& page, bool copied) {
-  page.hashed = false;
+  page.went.hashed = false;
   if (options_.verify == Verify::Off) {
     return true;
   }
@@ -93,15 +93,15 @@ bool Session::take_evidence(Page& page, bool copied) {
   if (device_evidence_) {
     return take_device_evidence(page);
   }
-  page.hash = hash_of(page.strong.data(), page.bytes);
-  page.hashed = true;
+  page.went.hash = hash_of(page.strong.data(), page.bytes);
+  page.went.hashed = true;
   return true;
 }
 
 bool Session::is_as_it_went(Page& page, const c10::Storage& storage, bool copied,
                             std::shared_ptr<const Suspects> suspects,
                             std::vector<uint64_t> proved) {
-  if (!page.hashed) {
+  if (!page.went.hashed) {
     return true;
   }
   if (device_evidence_ && static_cast<int64_t>(storage.nbytes()) == page.bytes) {
@@ -110,10 +110,10 @@ bool Session::is_as_it_went(Page& page, const c10::Storage& storage, bool copied
   }
   ++counters_.comparisons;
   if (device_evidence_ || static_cast<int64_t>(storage.nbytes()) != page.bytes ||
-      hash_of(storage.data(), page.bytes) != page.hash) {
+      hash_of(storage.data(), page.bytes) != page.went.hash) {
     return false;
   }
-  page.hashed = false;
+  page.went.hashed = false;
   note_same(evidence_[evidence_key(*page.current, copied)]);
   for (const uint64_t key : proved) {
     note_same(evidence_[key]);
@@ -165,7 +165,7 @@ void Session::taint(const Value& source) {
   Page* page =
       source.home != nullptr ? source.home : find_page(source.anchor.unsafeGetStorageImpl());
   if (page != nullptr) {
-    page->tainted = true;
+    page->doubts.tainted = true;
     ++anchor_epoch_;
   }
 }
@@ -183,7 +183,7 @@ void Session::lose_trust(const std::vector<c10::intrusive_ptr<OpRecord>>& ops) {
     }
     for (const auto& ref : op->inputs) {
       if (!ref.value->producer && ref.value->home != nullptr) {
-        ref.value->home->tainted = true;
+        ref.value->home->doubts.tainted = true;
       }
     }
   }

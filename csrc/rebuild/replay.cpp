@@ -455,7 +455,7 @@ void make_rerun(Session& session, Value& root, Rerun& rerun, PagePtrs& wanted) {
     if (!slot.storage) {
       Page* home = v.home;
       if (&v == &root || home == nullptr || home->tickets == 0 ||
-          (home->residency != Residency::Swapped && home->residency != Residency::SwappingIn)) {
+          (home->residency() != Residency::Swapped && home->residency() != Residency::SwappingIn)) {
         return false;
       }
       const auto known = [&](const auto& page) { return page.get() == home; };
@@ -535,7 +535,7 @@ void Session::rehome(Page& page, const c10::Storage& storage) {
   page.last_use = tick_;
   page.stream = current_stream_id(options_.device);
   page.many_streams = false;
-  page.arrival.reset();
+  page.below.arrival.reset();
   if (keep) {
     pages_.emplace(storage.unsafeGetStorageImpl(), std::move(keep));
   }
@@ -550,18 +550,18 @@ struct Different {
 
 void install(Session& session, Rerun& rerun, Page& page, const c10::Storage& storage,
              double seconds) {
-  if (page.hashed && session.device_evidence_ && !rerun.suspects) {
+  if (page.went.hashed && session.device_evidence_ && !rerun.suspects) {
     rerun.suspects = session.suspects_of(rerun.ops);
   }
   std::vector<uint64_t> proved;
-  if (page.hashed) {
+  if (page.went.hashed) {
     proved = session.proved_by(*page.current, rerun.ran);
   }
   if (!session.is_as_it_went(page, storage, /*copied=*/false, rerun.suspects, std::move(proved))) {
     throw Different{&page};
   }
   session.rehome(page, storage);
-  page.residency = Residency::Resident;
+  page.move_to(Residency::Resident);
   page.rebuilt = true;
   page.retry_tick = 0;
   session.dropped_now_bytes_ -= page.bytes;
@@ -637,7 +637,7 @@ c10::Storage execute(Session& session, Rerun& rerun, Value& root, bool installs,
         continue;
       }
       if (installs && value->home != nullptr && value->home->tickets > 0 &&
-          value->home->residency == Residency::Dropped) {
+          value->home->residency() == Residency::Dropped) {
         install(session, rerun, *value->home, made[i], seconds);
       }
       auto slot = rerun.slots.find(value);
@@ -751,7 +751,7 @@ c10::Storage Session::rebuild(Page& page) {
       PagePtrs wanted;
       {
         Guard guard(*this);
-        if (page.residency != Residency::Dropped) {
+        if (page.residency() != Residency::Dropped) {
           continue;  // somebody else made it, and it may have been swapped out again
         }
         root = page.current;
@@ -856,7 +856,7 @@ bool Session::audit(Page& page) {
       PagePtrs wanted;
       {
         Guard guard(*this);
-        if (page.residency != Residency::Resident || !page.current->producer) {
+        if (page.residency() != Residency::Resident || !page.current->producer) {
           return false;
         }
         root = page.current;

@@ -305,7 +305,7 @@ Page* Session::page_of(const at::Tensor& t) {
   if (!unknown) {
     Page* page = entry->second.get();
     note_stream(*page);
-    if (page->residency == Residency::Resident && was_moved(*page, *storage)) {
+    if (page->residency() == Residency::Resident && was_moved(*page, *storage)) {
       move_page(*page, t.storage());
       if (counts) {
         page->take_version(t.unsafeGetTensorImpl()->version_counter());
@@ -314,7 +314,7 @@ Page* Session::page_of(const at::Tensor& t) {
                sabotage() != Sabotage::AliasVersionsUnseen) {
       spoil(*page, t);
     }
-    if (page->unread) {
+    if (page->outside.unread) {
       note_first_use(*page, t.storage());
     }
     return page;
@@ -336,7 +336,7 @@ Page& Session::new_source(const c10::Storage& storage) {
   page.many_streams = !options_.device.is_cpu();  // whose memory it is was not seen
   look(page, *storage.unsafeGetStorageImpl());
   page.set_current(make_source(page.bytes));
-  page.unread = true;
+  page.outside.unread = true;
   find_owners(page, storage.data_ptr());
   return page;
 }
@@ -347,7 +347,7 @@ Page& Session::page_for(const c10::Storage& storage) {
   if (page == nullptr) {
     return new_source(storage);
   }
-  if (page->residency == Residency::Resident && was_moved(*page, *impl)) {
+  if (page->residency() == Residency::Resident && was_moved(*page, *impl)) {
     move_page(*page, storage);
   }
   return *page;
@@ -381,8 +381,8 @@ bool Session::is_foreign(const c10::DataPtr& data) const {
 }
 
 void Session::add_foreign(Page& page) {
-  if (!page.in_foreign) {
-    page.in_foreign = true;
+  if (!page.outside.listed) {
+    page.outside.listed = true;
     foreign_.push_back(c10::intrusive_ptr<Page>::reclaim_copy(&page));
   }
   if (page.data != nullptr) {
@@ -392,12 +392,12 @@ void Session::add_foreign(Page& page) {
 
 void Session::set_unguarded(Page& page, int64_t loan) {
   if (loan == kForGood) {
-    page.loans = 0;
-  } else if (!page.unguarded || page.loans > 0) {
-    ++page.loans;
+    page.outside.loans = 0;
+  } else if (!page.outside.unguarded || page.outside.loans > 0) {
+    ++page.outside.loans;
     lent_[loan] = c10::intrusive_ptr<Page>::reclaim_copy(&page);
   }
-  page.unguarded = true;
+  page.outside.unguarded = true;
 }
 
 // The arrays of these loans are gone.
@@ -416,19 +416,19 @@ void Session::take_back(const std::vector<int64_t>& loans) {
 // A page whose last array is gone is guarded again, as soon as no recipe starts from what it holds.
 void Session::end_loans() {
   const auto has_ended = [](const c10::intrusive_ptr<Page>& page) {
-    if (page->loans > 1) {
-      --page->loans;
+    if (page->outside.loans > 1) {
+      --page->outside.loans;
       return true;
     }
-    if (page->loans == 0 || page->weak.expired()) {
+    if (page->outside.loans == 0 || page->weak.expired()) {
       return true;
     }
     const Value& value = *page->current;
     if (page->tickets > 0 || value.producer || page->current.use_count() > 1) {
       return false;
     }
-    page->loans = 0;
-    page->unguarded = false;
+    page->outside.loans = 0;
+    page->outside.unguarded = false;
     page->set_current(make_source(page->bytes));
     return true;
   };
@@ -466,7 +466,7 @@ void Session::link_if_aliases(Page& page, Page& other) {
     return;  // when it is used next its owners are looked for where it lies now
   }
   for (Page* each : {&page, &other}) {
-    each->has_aliases = true;
+    each->outside.has_aliases = true;
     add_foreign(*each);
     share_with_others(*each);
   }
@@ -480,7 +480,8 @@ bool Session::watches() const {
 
 // Whether somebody can look at the page's content: not on an accelerator, and not at too much.
 bool Session::can_watch(const Page& page) const {
-  return options_.device.is_cpu() && page.bytes <= most_watched_bytes && !page.dear_to_watch;
+  return options_.device.is_cpu() && page.bytes <= most_watched_bytes &&
+         !page.outside.dear_to_watch;
 }
 
 void Session::watch(Value& value, const void* data, int64_t bytes) const {
@@ -514,8 +515,8 @@ void Session::share_with_others(Page& page, int64_t loan, ToClone* to_clone) {
     } else {
       forget_shared(page);
     }
-  } else if (!page.current->watched && !page.unread && page.residency == Residency::Resident &&
-             !nothing_is_saved_at_rest()) {
+  } else if (!page.current->watched && !page.outside.unread &&
+             page.residency() == Residency::Resident && !nothing_is_saved_at_rest()) {
     watch(*page.current, page.data, page.bytes);
   }
 }
@@ -568,7 +569,7 @@ template <class Act>
 void Session::for_each_foreign_over(Page& page, const Act& act) {
   if (foreign_.size() > kFewForeign) {
     page_index_.for_each_over(pages_, page.data, page.bytes, [&](Page& other) {
-      if (other.in_foreign) {
+      if (other.outside.listed) {
         act(other);
       }
     });
@@ -584,7 +585,7 @@ void Session::for_each_foreign_over(Page& page, const Act& act) {
 // Calls `act` with each other page over the same memory.
 template <class Act>
 void Session::for_each_alias(Page& page, const Act& act) {
-  if (!page.has_aliases) {
+  if (!page.outside.has_aliases) {
     return;
   }
   for_each_foreign_over(page, [&](Page& other) {
@@ -605,12 +606,13 @@ bool Session::holds(const Value& value, const c10::StorageImpl& storage) const {
 // All of the page was looked at for an op that reads this tensor. Where ops read small parts of it
 // again and again, as rows of a data set, that gets too dear.
 void Session::note_look(Page& page, const at::Tensor& t) {
-  if (!page.unguarded || page.bytes <= kCheapToWatchBytes) {
+  if (!page.outside.unguarded || page.bytes <= kCheapToWatchBytes) {
     return;
   }
   const int64_t worth = kMostTimesRead * static_cast<int64_t>(t.numel() * t.element_size());
-  page.looked_in_vain_bytes = std::max<int64_t>(0, page.looked_in_vain_bytes + page.bytes - worth);
-  page.dear_to_watch |= page.looked_in_vain_bytes > kMostLooksInVain * page.bytes;
+  page.outside.looked_in_vain_bytes =
+      std::max<int64_t>(0, page.outside.looked_in_vain_bytes + page.bytes - worth);
+  page.outside.dear_to_watch |= page.outside.looked_in_vain_bytes > kMostLooksInVain * page.bytes;
 }
 
 // An op is about to read the page: is what lies there what we think? On an accelerator nobody can
@@ -621,7 +623,7 @@ void Session::check_content(Page& page, const at::Tensor& t) {
   }
   auto* storage = storage_of(t);
   if (!page.current->watched) {
-    if (page.unguarded && watches()) {
+    if (page.outside.unguarded && watches()) {
       // It was handed out while nobody looked. What is copied lazily moves before it is written to.
       if (page.current->producer && page.data != nullptr) {
         forget_shared(page);
@@ -634,7 +636,7 @@ void Session::check_content(Page& page, const at::Tensor& t) {
   }
   if (holds(*page.current, *storage)) {
     note_look(page, t);
-    if (page.dear_to_watch) {
+    if (page.outside.dear_to_watch) {
       forget_shared(page);
     }
     return;
@@ -671,11 +673,11 @@ void Session::look_again(Page& page, const c10::StorageImpl& storage) {
 // Code that the dispatcher does not see gave the storage other memory: it is another storage.
 void Session::move_page(Page& page, const c10::Storage& storage) {
   look_again(page, *storage.unsafeGetStorageImpl());
-  page.resized = true;
+  page.doubts.resized = true;
   spoil_anchor(page);
   page.versions.clear();
   forget_content(page);
-  if (!page.unread) {
+  if (!page.outside.unread) {
     note_first_use(page, storage);
   }
   find_owners(page, storage.data_ptr());
@@ -720,7 +722,7 @@ void Session::note_stream(Page& page) const {
 
 // Of a source that no op has used before, or that lies elsewhere now.
 void Session::note_first_use(Page& page, const c10::Storage& storage) {
-  page.unread = false;
+  page.outside.unread = false;
   const int64_t bytes =
       options_.device.is_cpu() && !cpu_pool::owns(storage.data_ptr()) ? page.bytes : 0;
   if (bytes != page.uncounted_bytes) {
@@ -913,7 +915,7 @@ bool Session::needs_clone(Page& page) {
 }
 
 bool Session::storage_alive(const Value& v) const {
-  return v.home != nullptr && v.home->residency == Residency::Resident &&
+  return v.home != nullptr && v.home->residency() == Residency::Resident &&
          (v.home->strong || !v.home->weak.expired());
 }
 

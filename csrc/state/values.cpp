@@ -82,6 +82,33 @@ OpRecord::~OpRecord() {
   }
 }
 
+namespace {
+
+// The moves that there are. A page that is lost stays so: nothing has its bytes, or can make them.
+constexpr bool is_legal(Residency from, Residency to) {
+  switch (from) {
+    case Residency::Resident:
+      return to == Residency::Dropped || to == Residency::Swapped;
+    case Residency::Dropped:
+      return to == Residency::Resident;
+    case Residency::Swapped:
+      return to == Residency::SwappingIn;
+    case Residency::SwappingIn:  // Dropped: the copy failed, and there is a recipe
+      return to == Residency::Resident || to == Residency::Dropped || to == Residency::Lost;
+    case Residency::Lost:
+      return false;
+  }
+  return false;
+}
+
+}  // namespace
+
+void Page::move_to(Residency next) {
+  TORCH_INTERNAL_ASSERT(is_legal(residency_, next), "delta_runtime: page ", id, " cannot go from ",
+                        static_cast<int>(residency_), " to ", static_cast<int>(next));
+  residency_ = next;
+}
+
 Page::~Page() {
   if (strong) {
     thread_trash().take(std::move(strong));
@@ -118,7 +145,7 @@ bool Page::lies_over(const void* other, int64_t other_bytes) const {
   const auto* first = static_cast<const char*>(data);
   const auto* second = static_cast<const char*>(other);
   return first != nullptr && second != nullptr && first < second + other_bytes &&
-         second < first + bytes && residency == Residency::Resident && !weak.expired();
+         second < first + bytes && residency_ == Residency::Resident && !weak.expired();
 }
 
 namespace {

@@ -204,6 +204,48 @@ struct SwapCopy : c10::intrusive_ptr_target {
 
 using ReturnOrder = std::pair<int64_t, int64_t>;  // ticks: of the copy back, of the next use
 
+// Memory that others than ops can write to.
+struct Outside {
+  bool unguarded = false;      // others may write to the page's memory unseen
+  int32_t loans = 0;           // arrays that it is unguarded for; 0: it is so for good, if it is
+  bool listed = false;         // it is in Session::foreign_
+  bool unread = false;         // no op has used it yet: it is neither charged nor watched
+  bool has_aliases = false;    // there are pages of other storages over the same memory
+  bool dear_to_watch = false;  // see Session::note_look
+  int64_t looked_in_vain_bytes = 0;
+};
+
+// With one of these nothing is recomputed from a page, or it is kept.
+struct Doubts {
+  bool tainted = false;        // a recipe that read it came out different
+  bool resized = false;        // its memory comes and goes
+  bool being_written = false;  // by an op that runs now
+  bool audit_pending = false;  // kept until a rebuild of it was compared
+};
+
+// The content that went, to compare with what comes back.
+struct Went {
+  Hash128 hash;
+  bool hashed = false;
+  int32_t row = -1;    // on an accelerator: in the table of hashes
+  uint64_t round = 0;  // of evictions, and the page's epoch then
+  uint64_t epoch = 0;
+  bool differs = false;  // the copy came back different, and there was no recipe
+};
+
+// The copy in a tier below, and its way back.
+struct Below {
+  c10::intrusive_ptr<SwapCopy> copy;
+  bool clean_at_once = true;  // nobody had to wait for the copy
+  int64_t refused_at = -1;    // Session::returns() when no tier had room for it
+  int64_t prefetch_at = -1;   // tick at which it is to come back; -1: not planned
+  ReturnOrder order;          // its place in Session::swapped_
+  bool fetching = false;      // somebody makes room for it
+  bool prefetched = false;    // brought back before it was asked for, and not used since
+  TransferPtr incoming;       // while SwappingIn
+  TransferPtr arrival;        // that brought it back, while only streams know when it is over
+};
+
 struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   int64_t id = -1;  // of a managed page
   c10::weak_intrusive_ptr<c10::StorageImpl> weak;
@@ -211,58 +253,43 @@ struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   c10::intrusive_ptr<Value> current;
   int64_t bytes = 0;
   int32_t tickets = 0;
-  Residency residency = Residency::Resident;
-  bool unguarded = false;      // others may write to its memory unseen
-  bool has_aliases = false;    // there are pages of other storages over the same memory
-  bool dear_to_watch = false;  // see Session::note_look
-  int64_t looked_in_vain_bytes = 0;
-  bool in_foreign = false;  // it is in Session::foreign_
-  int32_t loans = 0;        // arrays that it is unguarded for; 0: it is so for good, if it is
-  bool unread = false;      // no op has used it yet: it is neither charged nor watched
-  bool tainted = false;  // a recipe that read it came out different: nothing is recomputed from it
-  bool resized = false;  // its memory comes and goes: nothing is recomputed from what lies there
-  bool rebuilt = false;
-  bool being_written = false;  // by an op that runs now
-  bool audit_pending = false;  // kept until a rebuild of it was compared
   Versions versions;
-  const void* data = nullptr;  // where its bytes lay when its content was last looked at
-  int64_t packed_at = 0;       // tick of the first save
-  int64_t last_use = 0;        // tick
-  int64_t retry_tick = 0;      // not a candidate before
-  double weight = 0;           // smallest goes first
-  int32_t candidate = -1;      // index in the session's list of resident managed pages
-  int32_t next_use_cursor = 0;
-  int64_t uncounted_bytes = 0;  // see Session::uncounted_bytes_
-  Exit exit = Exit::Drop;       // by the policy
-  bool planned = false;         // to leave, by the plan
-  int64_t refused_at = -1;      // Session::returns() when no tier had room for it
-  bool fetching = false;        // somebody makes room for it to be swapped in
-  bool clean_at_once = true;    // nobody had to wait for its copy
-  bool prefetched = false;      // brought back before it was asked for, and not used since
-  uint64_t epoch = 0;           // moves on with each new content
-  int64_t prefetch_at = -1;     // tick at which it is to come back; -1: not planned
-  ReturnOrder return_order;     // its place in Session::swapped_
-  int32_t frees = 0;            // times that its device copy went, and the one below stayed
-  c10::intrusive_ptr<SwapCopy> copy;
-  TransferPtr incoming;  // while SwappingIn
-  TransferPtr arrival;   // that brought it back, while only streams know when it is over
+  const void* data = nullptr;        // where its bytes lay when its content was last looked at
+  uint64_t epoch = 0;                // moves on with each new content
+  int64_t uncounted_bytes = 0;       // see Session::uncounted_bytes_
+  int64_t reason_step = -1;          // step in which its kept bytes were counted last
   c10::StreamId stream = kNoStream;  // of an accelerator, that it was made and used on
   bool many_streams = false;         // it was used on others too
-  int64_t reason_step = -1;          // step in which its kept bytes were counted last
-  Hash128 hash;                      // of the content that went, to compare with what comes back
-  bool hashed = false;
-  int32_t went = -1;        // the same on an accelerator: its row in the table of hashes
-  uint64_t went_round = 0;  // of evictions, and its epoch then
-  uint64_t went_epoch = 0;
-  bool differs = false;  // its copy came back different, and there was no recipe
+  Outside outside;
+  Doubts doubts;
+  // Whether it leaves, and how.
+  int32_t candidate = -1;  // index in the session's list of resident managed pages
+  double weight = 0;       // smallest goes first
+  Exit exit = Exit::Drop;  // by the policy
+  bool planned = false;    // to leave, by the plan
+  int64_t packed_at = 0;   // tick of the first save
+  int64_t last_use = 0;    // tick
+  int64_t retry_tick = 0;  // not a candidate before
+  int32_t next_use_cursor = 0;
+  int32_t frees = 0;     // times that its device copy went, and the one below stayed
+  bool rebuilt = false;  // it is there since ops were run again
+  Went went;
+  Below below;
 
   explicit Page(c10::weak_intrusive_ptr<c10::StorageImpl> w) : weak(std::move(w)) {}
   ~Page() override;
+
+  Residency residency() const { return residency_; }
+  // Raises c10::Error, and moves nothing, where the table of legal moves in values.cpp has no such.
+  void move_to(Residency next);
 
   void set_current(c10::intrusive_ptr<Value> value);
   void take_version(const c10::VariableVersion& counter);  // as that of its content now
   void look_at(const c10::StorageImpl& storage);           // how many bytes it has, and where
   bool lies_over(const void* data, int64_t bytes) const;   // any of these
+
+ private:
+  Residency residency_ = Residency::Resident;
 };
 
 inline c10::StorageImpl* storage_of(const at::Tensor& t) {

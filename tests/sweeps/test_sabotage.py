@@ -81,7 +81,7 @@ CASES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _spoil_freed_memory() -> None:
-    blocks = [torch.full((ELEMENTS,), 7.0) for _ in range(8)]
+    blocks = [torch.full((ELEMENTS,), 7.0) for _ in range(64)]
     del blocks
 
 
