@@ -1,4 +1,4 @@
-"""What the extension offers. csrc/bindings.cpp binds it, csrc/util/signals.cpp what keeps signals away.
+"""What the extension offers. csrc/bindings/ binds it, csrc/util/signals.cpp what keeps signals away.
 
 Sizes are bytes, times seconds, ticks counts of ops. Rows cross as bytes: structs that core/events.py and
 record/step_log.py lay out as numpy dtypes. tests/native/test_stub.py compares this file with the extension.

@@ -23,7 +23,7 @@
 #include <optional>
 
 #include "pool/cpu_pool.h"
-#include "rebuild/replay.h"
+#include "rebuild/quiet.h"
 #include "state/session.h"
 #include "tiers/host_memory.h"
 #include "tiers/spill_file.h"

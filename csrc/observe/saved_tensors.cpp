@@ -18,7 +18,7 @@
 
 #include <sstream>
 
-#include "rebuild/replay.h"
+#include "rebuild/quiet.h"
 #include "state/session.h"
 #include "util/errors.h"
 

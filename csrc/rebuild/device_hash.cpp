@@ -14,7 +14,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "rebuild/replay.h"
+#include "rebuild/quiet.h"
 #include "state/values.h"
 #include "tiers/stream_lane.h"
 

@@ -5,7 +5,7 @@
 
 #include <mutex>
 
-#include "rebuild/replay.h"
+#include "rebuild/quiet.h"
 
 namespace delta {
 namespace {

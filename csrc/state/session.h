@@ -1,6 +1,5 @@
 // The state of one runtime: pages, values, tickets, counters, limits. Its methods live in the file
-// of their concern: session.cpp, recorder.cpp, saved_tensors.cpp, victims.cpp, replay.cpp,
-// swap.cpp.
+// of their concern, which is named above each group of them.
 //
 // Note: locks
 //  1. `mutex_` guards pages, values and records. It is held for microseconds; nothing that
@@ -28,98 +27,23 @@
 #include <unordered_set>
 #include <vector>
 
+#include "observe/open_op.h"
 #include "observe/random_draws.h"
+#include "observe/ticket.h"
 #include "rebuild/device_evidence.h"
 #include "state/address_ranges.h"
 #include "state/counters.h"
+#include "state/options.h"
 #include "state/page_index.h"
 #include "state/plan.h"
+#include "state/rows.h"
 #include "state/values.h"
 #include "tiers/host_memory.h"
 #include "tiers/lanes.h"
 #include "util/gil.h"
+#include "util/spin_lock.h"
 
 namespace delta {
-
-enum class EventKind : int32_t {
-  Packed = 0,
-  Used = 1,
-  Dropped = 2,
-  Rebuilt = 3,
-  Released = 4,
-  Edge = 5,
-  Inadmissible = 6,
-  SwappedOut = 7,
-  SwappedIn = 8,
-  Step = 9,
-  Rescue = 10,
-  Shortfall = 11,
-  Replayed = 12,
-  Alone = 13,
-};
-
-struct Event {
-  int32_t kind;
-  int32_t reason;
-  int64_t page;
-  int64_t tick;
-  int64_t bytes;
-  int64_t key;
-  double seconds;
-};
-static_assert(sizeof(Event) == 48, "the Python side reads events as 48-byte rows");
-
-enum class Distance : int32_t { None = 0, Staleness = 1, NextUse = 2 };
-// Weight of a page that no policy has seen yet.
-enum class DefaultWeight : int32_t { SecondsPerByte = 0, PerByte = 1, One = 2 };
-enum class Stress : int32_t { None = 0, DropAll = 1, Random = 2, SwapAll = 3, RandomMix = 4 };
-enum class Verify : int32_t { Off = 0, First = 1, Always = 2 };
-enum class Phase : int32_t { Forward = 0, Backward = 1 };
-
-struct SessionOptions {
-  c10::Device device{c10::kCPU};
-  int64_t budget_bytes = 0;  // 0: none
-  int64_t min_bytes = 4096;
-  Verify verify = Verify::First;
-  Stress stress = Stress::None;
-  uint64_t seed = 0;
-  bool drop = true;             // pages may be dropped
-  bool swap = false;            // pages may be swapped
-  int64_t host_bytes = 0;       // most host memory to swap to; 0: no such tier
-  double link_bytes_per_s = 0;  // throttle of each direction; 0: none
-  int spill_file = -1;          // descriptor of the file to swap to, behind host memory; -1: none.
-                                // It stays the caller's: the session makes one of its own
-  int64_t spill_bytes = 0;      // most of it
-  bool spill_direct = false;    // it is opened with O_DIRECT
-  HostMemory::Pinning pinning;  // of host memory, below an accelerator
-
-  bool evicts() const { return drop || swap; }
-};
-
-// One op of the step graph that is being logged.
-struct LoggedOp {
-  uint64_t fingerprint;  // of the forward up to and with this op; 0 in backward
-  uint64_t name_hash;
-  int64_t tick;
-  int64_t live_bytes;  // at its begin, after evictions
-  int64_t away_bytes;  // managed bytes that were dropped or swapped out then
-  int64_t watermark_bytes;
-  int64_t input_bytes;  // of its managed inputs
-  double seconds;
-  int64_t phase;
-  int32_t first_input;
-  int32_t n_inputs;
-  int32_t first_output;
-  int32_t n_outputs;
-};
-static_assert(sizeof(LoggedOp) == 88, "the Python side reads logged ops as 88-byte rows");
-
-struct LoggedValue {
-  int64_t key;
-  int64_t bytes;
-  int64_t repeats;  // 0: a workspace, say; it cannot be made again
-};
-static_assert(sizeof(LoggedValue) == 24, "the Python side reads logged values as 24-byte rows");
 
 // Ops behind a value, without gradients, since something that autograd saved. A longer recipe is
 // not kept: a rollout or an evaluation would else hold the records of all it has done.
@@ -150,20 +74,6 @@ constexpr int64_t kForGood = -1;  // no loan: whoever got the memory may keep it
 
 constexpr size_t kMostTraceRows = 1 << 20;  // of one step
 
-enum class TraceKind : int64_t { Op = 0, Rebuild = 1, CopyOut = 2, CopyIn = 3 };
-
-// What took time, for the trace.
-struct TraceRow {
-  int64_t kind;
-  int64_t name;           // of an op: hash of its name; else key of the value
-  int64_t bytes;          // of a copy; of an op: live at its end
-  int64_t dropped_bytes;  // at the end of an op
-  int64_t swapped_bytes;  // of pages whose only copy is in a tier below, then
-  double begin_s;         // by the steady clock
-  double end_s;
-};
-static_assert(sizeof(TraceRow) == 56, "the Python side reads the trace as 56-byte rows");
-
 // What is known of the ops of one signature: an operator on arguments of one geometry.
 struct OpFacts {
   int64_t watermark_bytes = -1;  // the highest seen; -1: none yet
@@ -172,90 +82,7 @@ struct OpFacts {
 
 struct Session;
 
-struct Ticket {
-  enum class State : uint8_t { Managed, Kept, Pending };
-
-  c10::intrusive_ptr<Session> session;
-  c10::intrusive_ptr<Page> page;
-  ViewSpec view;
-  at::Tensor kept;
-  c10::weak_intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl> original{
-      c10::intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl>()};
-  uint64_t node = 0;        // that the next node of autograd would have got on this thread
-  uint64_t thread = 0;      // as autograd counts them
-  bool was_leaf = false;    // when it was saved
-  bool made_by_op = false;  // it was saved inside the op that made it
-  c10::VariableVersion version_counter;
-  int64_t version = -1;
-  State state = State::Kept;
-  KeptReason reason = KeptReason::Unknown;
-
-  ~Ticket();
-};
-
-// The atomic op that runs now on this thread.
-struct OpenOp {
-  struct Written {
-    Page* page;
-    c10::VariableVersion counter;
-    bool has_counter;
-    bool requires_grad;
-    int16_t argument;
-    int32_t index;
-  };
-  OpInfo* info = nullptr;
-  c10::intrusive_ptr<OpRecord> record;                   // null while only observing
-  c10::SmallVector<c10::intrusive_ptr<Page>, 6> inputs;  // parallel to record->inputs
-  c10::SmallVector<Written, 2> written;
-  std::vector<Ticket*> pending;
-  int64_t live_bytes = 0;
-  int64_t peak_bytes = 0;           // of an accelerator's allocator, ever
-  int64_t managed_bytes = 0;        // of all pages that are resident at its begin
-  int64_t managed_input_bytes = 0;  // of those that it reads; 0 while nothing is logged
-  int64_t log_index = -1;
-  int32_t depth = 0;  // of what it makes
-  StrangerDraws::Mark strangers;
-  size_t facts = 0;     // index into Session::op_facts_
-  bool timed = false;   // its seconds count
-  bool traced = false;  // they are shown
-  std::chrono::steady_clock::time_point begin;
-  int exceptions = 0;  // in flight at its begin, of one that returns nothing
-  bool active = false;
-  bool region = false;
-
-  bool reads(const Page& page);  // or writes: whether the page is among its inputs
-  void clear();
-
- private:
-  ska::flat_hash_set<const Page*> input_set_;  // of long lists, filled when it is asked for
-};
-
-struct ThreadState {
-  Session* session = nullptr;           // entered on this thread
-  c10::intrusive_ptr<Session> visited;  // entered on another one; held while an op runs here
-  int depth = 0;
-  bool replaying = false;
-  OpenOp open;
-};
-inline ThreadState& thread_state() { return per_thread<ThreadState>(); }
-
-// For what is held over a handful of instructions, many times per op. Nobody waits for it while
-// holding the GIL (gil.h).
-class SpinLock {
- public:
-  void lock() {
-    if (held_.exchange(true, std::memory_order_acquire)) {
-      wait_to_lock();
-    }
-  }
-  bool try_lock_for(std::chrono::microseconds patience);
-  void unlock() { held_.store(false, std::memory_order_release); }
-
- private:
-  void wait_to_lock();
-
-  std::atomic<bool> held_{false};
-};
+enum class Phase : int32_t { Forward = 0, Backward = 1 };
 
 // What an accelerator's allocator counts.
 struct DeviceBytes {
@@ -291,34 +118,79 @@ struct Session : c10::intrusive_ptr_target {
   explicit Session(SessionOptions options);
   ~Session() override;
 
-  // --- session.cpp: entering, steps, pages
+  struct Evidence {
+    int32_t steps = 0;       // in which it came back as it went
+    int64_t last_step = -1;  // of these
+    int64_t due_step = 0;    // in which it is compared again
+  };
+  class Guard {
+   public:
+    explicit Guard(Session& s) : session_(s) { lock(); }
+    Guard(Session& s, std::defer_lock_t) : session_(s) {}
+    ~Guard() {
+      if (held_) {
+        unlock();
+      }
+    }
+    Guard(const Guard&) = delete;
+    Guard& operator=(const Guard&) = delete;
+    void lock();
+    bool lock_with_gil();  // never lets the GIL go; false: somebody has had the lock for long
+    void unlock();         // and lets the trash die
+
+   private:
+    Session& session_;
+    bool held_ = false;
+  };
+
+  // --- state/session.cpp
   void enter();  // on this thread: callback in, rescue on
   void leave();  // on that thread, or when it has ended
   void rest();   // left for good, or until it is entered again
   void begin_step();
   void end_step();
   void set_budget(int64_t bytes);
-  void mark_written(const at::Tensor& t);
-  void prepare_write(const at::Tensor& t);
-  void before_raw_access(const c10::Storage& storage, bool writes, int64_t loan);
-  void take_back(const std::vector<int64_t>& loans);  // their arrays are gone
   void forget_past();
   void watch_threads();  // from now on, until nothing is saved any more and the session is left
   void end_watch();
+  void forget_log();
+  void note_stream(Page& page) const;  // under the lock
+  void emit(EventKind kind, const Page* page, int64_t bytes, double seconds, int64_t key = -1,
+            int reason = 0);
+  void charge_uncounted(Page& page, int64_t bytes);
+  void uncharge_gone();
+  Levels levels() const;
+  int64_t step_peak_bytes() const;  // the most that was live in this step
+  void note_first_use(Page& page, const c10::Storage& storage);
+  int64_t live_bytes() const;
+  int64_t limit_bytes() const;  // what is kept to: the budget, or what had to be passed already
+  void await_device() const;    // so that the clock shows what an accelerator took
 
-  // --- recorder.cpp: one op
+  // --- state/page_table.cpp
+  Page* page_of(const at::Tensor& t);  // under the lock; makes a source of what is unknown
+  Page* find_page(const c10::StorageImpl* storage);
+  bool storage_alive(const Value& v) const;
+  c10::Storage storage_there(const Value& v) const;  // holding this content; empty: nowhere
+  bool content_unchanged(const Page& page) const;
+  Page& new_source(const c10::Storage& storage);
+  Page& page_for(const c10::Storage& storage);
+  Page* page_to_write(const at::Tensor& t);
+  bool was_moved(const Page& page, const c10::StorageImpl& storage) const;
+  void move_page(Page& page, const c10::Storage& storage);
+  void look(Page& page, const c10::StorageImpl& storage);
+  void look_again(Page& page, const c10::StorageImpl& storage);
+  void sweep();  // forgets pages whose storage is gone
+  void sweep_if_due();
+  // Position in this step's order of produced values; -1: no op of this step made it. Values of an
+  // earlier step have keys of that step, which are those of other values now.
+  int64_t key_of(const Value& v) const { return v.step == step_ ? v.key : -1; }
+
+  // --- observe/open_op.cpp
   void begin_op(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::IValue> inputs);
   void end_op(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs);
   void note_foreign_writes(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs);
   void note_writes(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs, ToClone& to_clone);
   void note_draws(OpenOp& open);
-  void forget_log();
-  LoggedOp new_row(const OpInfo& info);
-  void log_inputs(LoggedOp& row, const OpRecord& record);
-  void log_begin(OpenOp& open, c10::ArrayRef<const c10::IValue> inputs);
-  bool may_have_backward() const;  // under the lock
-  void note_stuck(const OpenOp& open, int64_t watermark_bytes);
-  void note_alone();  // under the lock
   c10::intrusive_ptr<Value> new_value(OpenOp& open, bool unknown, int64_t bytes, bool is_argument,
                                       int position, int index);
   void take_written(OpenOp& open, bool unknown);
@@ -327,7 +199,15 @@ struct Session : c10::intrusive_ptr_target {
   bool saves_clone(const OpenOp& open, const at::Tensor& saved) const;
   Page* take_saved_clone(OpenOp& open, const at::Tensor& saved);
 
-  // --- saved_tensors.cpp
+  // --- observe/step_log.cpp
+  LoggedOp new_row(const OpInfo& info);
+  void log_inputs(LoggedOp& row, const OpRecord& record);
+  void log_begin(OpenOp& open, c10::ArrayRef<const c10::IValue> inputs);
+  bool may_have_backward() const;  // under the lock
+  void note_stuck(const OpenOp& open, int64_t watermark_bytes);
+  void note_alone();  // under the lock
+
+  // --- observe/saved_tensors.cpp
   void pack(const at::Tensor& t, Ticket& ticket);
   at::Tensor unpack_resident(Ticket& ticket);
   at::Tensor view_if_resident(Ticket& ticket);
@@ -336,8 +216,52 @@ struct Session : c10::intrusive_ptr_target {
   void note_used(Page& page);  // under the lock
   void release(Ticket& ticket);
   void resolve(Ticket& ticket, Page* page, const at::Tensor& t);
+  bool attach_plan(Page& page);  // whether a plan knows it
+  void follow(const Plan& plan, Page& page);
+  double default_weight(const Page& page) const;
+  Exit default_exit(const Page& page) const;
+  int64_t next_use_of(Page& page, int64_t now) const;  // ticks; -1: unknown
+  void count_kept(const at::Tensor& t, Page* page, KeptReason reason);
 
-  // --- victims.cpp
+  // --- observe/outside_memory.cpp
+  void before_raw_access(const c10::Storage& storage, bool writes, int64_t loan);
+  void take_back(const std::vector<int64_t>& loans);  // their arrays are gone
+  void forget_content(Page& page);
+  void find_owners(Page& page, const c10::DataPtr& data);
+  bool is_foreign(const c10::DataPtr& data) const;
+  void add_foreign(Page& page);
+  void set_unguarded(Page& page, int64_t loan = kForGood);
+  void end_loans();
+  bool watches() const;
+  bool can_watch(const Page& page) const;
+  void note_look(Page& page, const at::Tensor& t);
+  void forget_shared(Page& page);
+  void watch(Value& value, const void* data, int64_t bytes) const;
+  void share_with_others(Page& page, int64_t loan = kForGood, ToClone* to_clone = nullptr);
+  void link_if_aliases(Page& page, Page& other);
+  void take_newly_shared(ToClone& to_clone);
+  bool nothing_is_saved_at_rest() const;
+  void before_write_of_others(Page& page, ToClone& to_clone);
+  void spoil_others(Page& page);
+  template <class Act>
+  void for_each_foreign_over(Page& page, const Act& act);
+  template <class Act>
+  void for_each_alias(Page& page, const Act& act);
+  bool holds(const Value& value, const c10::StorageImpl& storage) const;
+  void check_content(Page& page, const at::Tensor& t);
+
+  // --- observe/writes.cpp
+  void mark_written(const at::Tensor& t);
+  void prepare_write(const at::Tensor& t);
+  bool needs_clone(Page& page);
+  void clone_sources(const ToClone& sources);  // without the lock
+  c10::Storage storage_to_copy(const Value& value);
+  void spoil(Page& page, const at::Tensor& t);
+  void before_write(Page& page, const at::Tensor& t, ToClone& to_clone);
+  void before_write_unseen(Page& page, ToClone& to_clone);
+  void spoil_anchor(Page& page);
+
+  // --- evict/victims.cpp
   int64_t make_room(int64_t bytes, bool inside_allocation);
   int64_t evict(int64_t bytes, int64_t before, bool inside_allocation,
                 std::vector<TransferPtr>& coming);  // under the lock
@@ -348,8 +272,11 @@ struct Session : c10::intrusive_ptr_target {
   bool is_certain(const OpRecord& op) const;
   bool can_be_leaf(const Value& v) const;  // under the lock
   void stress_boundary();
+  void add_candidate(Page& page);
+  void remove_candidate(Page& page);
+  int64_t distance_of(Page& page) const;
 
-  // --- swap.cpp
+  // --- evict/swap.cpp
   void open_tiers();
   void tend_lanes(int64_t need_bytes);  // at an op boundary
   void write_back_queued();             // under the lock
@@ -373,15 +300,14 @@ struct Session : c10::intrusive_ptr_target {
   double seconds_in_for(int64_t bytes) const;  // from the nearest tier; 0: not known yet
   void end_transfer(Transfer& transfer);       // under the lock
   void order_after_arrival(Page& page, const c10::Storage& storage) const;  // under the lock
-  void note_stream(Page& page) const;                                       // under the lock
   void stop_lanes();
 
-  // --- evidence.cpp, under the lock
-  struct Evidence {
-    int32_t steps = 0;       // in which it came back as it went
-    int64_t last_step = -1;  // of these
-    int64_t due_step = 0;    // in which it is compared again
-  };
+  // --- rebuild/replay.cpp
+  c10::Storage rebuild(Page& page);                      // returns the storage, which pins it
+  void rehome(Page& page, const c10::Storage& storage);  // under the lock
+  bool audit(Page& page);
+
+  // --- rebuild/evidence.cpp, under the lock
   // Its content is about to go. False: not before take_hashes() was here.
   bool take_evidence(Page& page, bool copied);
   bool is_as_it_went(Page& page, const c10::Storage& storage, bool copied,
@@ -393,8 +319,7 @@ struct Session : c10::intrusive_ptr_target {
   void taint(const Value& source);
   void lose_trust(const std::vector<c10::intrusive_ptr<OpRecord>>& ops);
 
-  // --- device_evidence.cpp: of an accelerator; under the lock but for the last two
-  class Guard;
+  // --- rebuild/device_evidence.cpp: of an accelerator; under the lock but for the last two
   bool take_device_evidence(Page& page);
   void begin_evictions();                    // hashes that were taken before are out of date
   bool awaits_hash(const Page& page) const;  // it would be gone, but for its hash
@@ -409,99 +334,6 @@ struct Session : c10::intrusive_ptr_target {
   std::string keep_verdict(const std::string& text);  // unless there is one; returns it
   void tell(const std::string& verdict) const;        // raises it, unless it is empty
   std::string judge();  // waits for the device, if anything was compared; what differed, if any did
-
-  // --- replay.cpp
-  c10::Storage rebuild(Page& page);                      // returns the storage, which pins it
-  void rehome(Page& page, const c10::Storage& storage);  // under the lock
-  bool audit(Page& page);
-
-  // --- shared
-  class Guard {
-   public:
-    explicit Guard(Session& s) : session_(s) { lock(); }
-    Guard(Session& s, std::defer_lock_t) : session_(s) {}
-    ~Guard() {
-      if (held_) {
-        unlock();
-      }
-    }
-    Guard(const Guard&) = delete;
-    Guard& operator=(const Guard&) = delete;
-    void lock();
-    bool lock_with_gil();  // never lets the GIL go; false: somebody has had the lock for long
-    void unlock();         // and lets the trash die
-
-   private:
-    Session& session_;
-    bool held_ = false;
-  };
-
-  Page* page_of(const at::Tensor& t);  // under the lock; makes a source of what is unknown
-  Page* find_page(const c10::StorageImpl* storage);
-  bool needs_clone(Page& page);
-  void clone_sources(const ToClone& sources);  // without the lock
-  c10::Storage storage_to_copy(const Value& value);
-  bool storage_alive(const Value& v) const;
-  c10::Storage storage_there(const Value& v) const;  // holding this content; empty: nowhere
-  bool content_unchanged(const Page& page) const;
-  void forget_content(Page& page);
-  void spoil(Page& page, const at::Tensor& t);
-  void before_write(Page& page, const at::Tensor& t, ToClone& to_clone);
-  void before_write_unseen(Page& page, ToClone& to_clone);
-  Page& new_source(const c10::Storage& storage);
-  Page& page_for(const c10::Storage& storage);
-  Page* page_to_write(const at::Tensor& t);
-  void find_owners(Page& page, const c10::DataPtr& data);
-  bool is_foreign(const c10::DataPtr& data) const;
-  void add_foreign(Page& page);
-  void set_unguarded(Page& page, int64_t loan = kForGood);
-  void end_loans();
-  bool watches() const;
-  bool can_watch(const Page& page) const;
-  void note_look(Page& page, const at::Tensor& t);
-  void forget_shared(Page& page);
-  void watch(Value& value, const void* data, int64_t bytes) const;
-  void share_with_others(Page& page, int64_t loan = kForGood, ToClone* to_clone = nullptr);
-  void link_if_aliases(Page& page, Page& other);
-  void take_newly_shared(ToClone& to_clone);
-  bool nothing_is_saved_at_rest() const;
-  void before_write_of_others(Page& page, ToClone& to_clone);
-  void spoil_others(Page& page);
-  template <class Act>
-  void for_each_foreign_over(Page& page, const Act& act);
-  template <class Act>
-  void for_each_alias(Page& page, const Act& act);
-  void spoil_anchor(Page& page);
-  bool holds(const Value& value, const c10::StorageImpl& storage) const;
-  void check_content(Page& page, const at::Tensor& t);
-  bool was_moved(const Page& page, const c10::StorageImpl& storage) const;
-  void move_page(Page& page, const c10::Storage& storage);
-  void look(Page& page, const c10::StorageImpl& storage);
-  void look_again(Page& page, const c10::StorageImpl& storage);
-  void emit(EventKind kind, const Page* page, int64_t bytes, double seconds, int64_t key = -1,
-            int reason = 0);
-  void charge_uncounted(Page& page, int64_t bytes);
-  void uncharge_gone();
-  Levels levels() const;
-  int64_t step_peak_bytes() const;  // the most that was live in this step
-  void note_first_use(Page& page, const c10::Storage& storage);
-  void sweep();  // forgets pages whose storage is gone
-  void sweep_if_due();
-  void add_candidate(Page& page);
-  void remove_candidate(Page& page);
-  bool attach_plan(Page& page);  // whether a plan knows it
-  void follow(const Plan& plan, Page& page);
-  double default_weight(const Page& page) const;
-  Exit default_exit(const Page& page) const;
-  // Position in this step's order of produced values; -1: no op of this step made it. Values of an
-  // earlier step have keys of that step, which are those of other values now.
-  int64_t key_of(const Value& v) const { return v.step == step_ ? v.key : -1; }
-  int64_t next_use_of(Page& page, int64_t now) const;  // ticks; -1: unknown
-  int64_t distance_of(Page& page) const;
-  void count_kept(const at::Tensor& t, Page* page, KeptReason reason);
-  int64_t live_bytes() const;
-  int64_t limit_bytes() const;  // what is kept to: the budget, or what had to be passed already
-  void await_device() const;    // so that the clock shows what an accelerator took
 
   SessionOptions options_;
   SpinLock mutex_;

@@ -82,6 +82,13 @@ OpRecord::~OpRecord() {
   }
 }
 
+c10::intrusive_ptr<Value> make_source(int64_t bytes) {
+  auto value = c10::make_intrusive<Value>();
+  value->bytes = bytes;
+  value->input = true;
+  return value;
+}
+
 namespace {
 
 // The moves that there are. A page that is lost stays so: nothing has its bytes, or can make them.

@@ -183,6 +183,9 @@ struct OpRecord : c10::intrusive_ptr_target, Pooled<OpRecord> {
   ~OpRecord() override;
 };
 
+// A source: a value that no recorded op made.
+c10::intrusive_ptr<Value> make_source(int64_t bytes);
+
 enum class Residency : uint8_t {
   Resident,
   Dropped,

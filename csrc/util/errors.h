@@ -1,4 +1,4 @@
-// Errors that bindings.cpp turns into the Python classes of delta_runtime.core.errors.
+// Errors that bindings/errors.cpp turns into the Python classes of delta_runtime.core.errors.
 #pragma once
 
 #include <stdexcept>

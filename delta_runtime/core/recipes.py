@@ -18,7 +18,9 @@ from delta_runtime.core.step_graph import Ints, Mask, StepGraph
 class Recipes:
     """For each saved value: the unsaved ops of its recipe, and the saved values that it starts from.
 
-    Possible is what is made again bit for bit: each value on the way repeats, and they are not too many.
+    Possible is what is made again bit for bit: each value on the way repeats, they are not too many, and a
+    saved value that does not repeat is there for as long as the recipe may be asked for. (The runtime would
+    keep its memory until then, which no plan counts.)
     """
 
     ops: list[Ints]
@@ -60,4 +62,16 @@ def recipes_of(graph: StepGraph) -> Recipes:
         parents.append(np.array(sorted(roots), dtype=np.int64))
         for parent in roots:
             children[parent].append(row)
+    possible &= _lasts(graph, parents) >= graph.released_at
     return Recipes(ops, parents, children, possible)
+
+
+def _lasts(graph: StepGraph, parents: list[Ints]) -> Ints:
+    """For each saved value the first tick at which one of its ancestors goes that cannot be made again."""
+    repeats = graph.value_repeats[graph.saved]
+    lasts = np.full(len(graph.saved), np.iinfo(np.int64).max)
+    for row in np.argsort(graph.value_op[graph.saved], kind="stable").tolist():
+        for parent in parents[row].tolist():
+            until = lasts[parent] if repeats[parent] else graph.released_at[parent]
+            lasts[row] = min(lasts[row], until)
+    return lasts

@@ -227,7 +227,8 @@ class _Walk:
         while todo:
             made = todo.pop()
             if made not in chains:
-                if not self.graph.value_repeats[made] or self._left_by(made, tick) == Exit.SWAP:
+                copied = self._left_by(made, tick) == Exit.SWAP and not self._is_let_go(made, op)
+                if not self.graph.value_repeats[made] or copied:
                     raise InvalidPlan(f"value {made} is read behind op {op}, and cannot be rebuilt")
                 chains[made], sources[made] = self._chain(made)
                 todo += [each for each in sources[made] if not self._is_there(each, op)]

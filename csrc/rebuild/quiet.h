@@ -1,4 +1,4 @@
-// What replay shares: how storages are made, and how ops are run that nobody is to see.
+// How ops are run that nobody is to see, and how storages are made for them.
 #pragma once
 
 #include <ATen/record_function.h>

@@ -1,0 +1,311 @@
+#include "bindings/session.h"
+
+#include "bindings/callbacks.h"
+#include "bindings/ticket.h"
+#include "state/session.h"
+#include "util/plain_frames.h"
+
+namespace delta {
+namespace {
+
+template <class T>
+py::bytes rows_of(const std::vector<T>& rows) {
+  return py::bytes(reinterpret_cast<const char*>(rows.data()), rows.size() * sizeof(T));
+}
+
+template <class T>
+std::vector<T> rows_from(const py::buffer& buffer) {
+  auto info = buffer.request();
+  constexpr auto kSize = static_cast<py::ssize_t>(sizeof(T));
+  const bool fits =
+      info.ndim == 1 && info.itemsize == kSize && (info.size <= 1 || info.strides[0] == kSize);
+  TORCH_CHECK_VALUE(fits, "a column has to be one contiguous row of numbers of ", kSize,
+                    " bytes each");
+  const auto* begin = static_cast<const T*>(info.ptr);
+  return std::vector<T>(begin, begin + info.size);
+}
+
+py::dict kept_bytes_of(const Counters& c) {
+  static const char* reasons[] = {"managed", "source", "small",  "device",
+                                  "layout",  "opaque", "unknown"};
+  py::dict kept;
+  for (int i = 1; i < static_cast<int>(KeptReason::Count); ++i) {
+    kept[reasons[i]] = c.kept_bytes[i];
+  }
+  return kept;
+}
+
+// One dict for each tier below the device, nearest first.
+py::list tiers_of(const Session& s) {
+  const auto lane = [](const Lane& l) {
+    const LaneTotals t = l.totals();
+    return py::make_tuple(t.transfers, t.bytes, t.busy_s, l.queued_bytes());
+  };
+  py::list tiers;
+  for (const auto& tier : s.tiers_) {
+    const StoreUsage u = tier.store->usage();
+    py::dict d;
+    d["tier"] = tier.kind == Tier::Host ? "host" : "disk";
+    d["cap_bytes"] = u.cap_bytes;
+    d["used_bytes"] = u.used_bytes;
+    d["peak_used_bytes"] = u.peak_used_bytes;
+    d["taken_bytes"] = u.taken_bytes;
+    d["descriptor"] = tier.store->descriptor();
+    d["pinned_bytes"] = u.pinned_bytes;
+    d["refusals"] = u.refusals;
+    d["out"] = lane(*tier.out);
+    d["in"] = lane(*tier.in);
+    d["streams"] = tier.out->stream_id() == kNoStream
+                       ? py::object(py::none())
+                       : py::make_tuple(tier.out->stream_id(), tier.in->stream_id());
+    tiers.append(d);
+  }
+  return tiers;
+}
+
+}  // namespace
+
+void bind_session(py::module_& m) {
+  py::class_<Counters>(m, "Counters", "What a session has counted since its counters were reset.")
+      .def_readonly("ops", &Counters::ops)
+      .def_readonly("packs", &Counters::packs)
+      .def_readonly("unpacks", &Counters::unpacks)
+      .def_readonly("managed_unpacks", &Counters::managed_unpacks)
+      .def_readonly("packed_bytes", &Counters::packed_bytes)
+      .def_readonly("drops", &Counters::drops)
+      .def_readonly("dropped_bytes", &Counters::dropped_bytes)
+      .def_readonly("rebuilds", &Counters::rebuilds)
+      .def_readonly("rebuilt_bytes", &Counters::rebuilt_bytes)
+      .def_readonly("replayed_ops", &Counters::replayed_ops)
+      .def_readonly("shortcuts", &Counters::shortcuts)
+      .def_readonly("shortcut_failures", &Counters::shortcut_failures)
+      .def_readonly("rebuild_s", &Counters::rebuild_s)
+      .def_readonly("swap_outs", &Counters::swap_outs)
+      .def_readonly("swapped_out_bytes", &Counters::swapped_out_bytes)
+      .def_readonly("clean_evictions", &Counters::clean_evictions)
+      .def_readonly("swap_ins", &Counters::swap_ins)
+      .def_readonly("swapped_in_bytes", &Counters::swapped_in_bytes)
+      .def_readonly("written_back_bytes", &Counters::written_back_bytes)
+      .def_readonly("prefetches", &Counters::prefetches)
+      .def_readonly("prefetch_hits", &Counters::prefetch_hits)
+      .def_readonly("prefetch_late", &Counters::prefetch_late)
+      .def_readonly("prefetch_misses", &Counters::prefetch_misses)
+      .def_readonly("prefetch_vain", &Counters::prefetch_vain)
+      .def_readonly("swap_refusals", &Counters::swap_refusals)
+      .def_readonly("failed_writes", &Counters::failed_writes)
+      .def_readonly("failed_reads", &Counters::failed_reads)
+      .def_readonly("lost_pages", &Counters::lost_pages)
+      .def_readonly("write_error", &Counters::write_error)
+      .def_readonly("read_error", &Counters::read_error)
+      .def_readonly("out_stall_s", &Counters::out_stall_s)
+      .def_readonly("in_stall_s", &Counters::in_stall_s)
+      .def_readonly("boundary_evictions", &Counters::boundary_evictions)
+      .def_readonly("rescues", &Counters::rescues)
+      .def_readonly("rescued_bytes", &Counters::rescued_bytes)
+      .def_readonly("shortfalls", &Counters::shortfalls)
+      .def_readonly("shortfall_bytes", &Counters::shortfall_bytes)
+      .def_readonly("comparisons", &Counters::comparisons)
+      .def_readonly("mismatches", &Counters::mismatches)
+      .def_readonly("unhashed", &Counters::unhashed)
+      .def_readonly("audits", &Counters::audits)
+      .def_readonly("audit_failures", &Counters::audit_failures)
+      .def_readonly("clones_on_write", &Counters::clones_on_write)
+      .def_readonly("pumps", &Counters::pumps)
+      .def_readonly("plan_hits", &Counters::plan_hits)
+      .def_readonly("plan_misses", &Counters::plan_misses)
+      .def_readonly("exposed_bytes", &Counters::exposed_bytes)
+      .def_readonly("begin_bytes", &Counters::begin_bytes)
+      .def_readonly("stuck_bytes", &Counters::stuck_bytes)
+      .def_property_readonly("stuck_op", [](const Counters& c) { return std::string(c.stuck_op); })
+      .def_property_readonly("kept_bytes", &kept_bytes_of);
+  py::class_<Levels>(m, "Levels", "How much a session has of what, at this moment.")
+      .def_readonly("live_tickets", &Levels::live_tickets)
+      .def_readonly("pages", &Levels::pages)
+      .def_readonly("managed_pages", &Levels::managed_pages)
+      .def_readonly("managed_resident_bytes", &Levels::managed_resident_bytes)
+      .def_readonly("dropped_now_bytes", &Levels::dropped_now_bytes)
+      .def_readonly("swapped_now_bytes", &Levels::swapped_now_bytes)
+      .def_readonly("uncounted_bytes", &Levels::uncounted_bytes)
+      .def_readonly("step_peak_bytes", &Levels::step_peak_bytes);
+
+  py::class_<Session, c10::intrusive_ptr<Session>>(m, "Session")
+      .def(py::init([](const std::string& device, int64_t budget_bytes, int64_t min_bytes,
+                       int verify, int stress, uint64_t seed, bool drop, bool swap,
+                       int64_t host_bytes, double link_bytes_per_s, int spill_file,
+                       int64_t spill_bytes, bool spill_direct, py::object pin, py::object unpin) {
+             SessionOptions options;
+             options.device = c10::Device(device);
+             options.budget_bytes = budget_bytes;
+             options.min_bytes = min_bytes;
+             options.verify = static_cast<Verify>(verify);
+             options.stress = static_cast<Stress>(stress);
+             options.seed = seed;
+             options.drop = drop;
+             options.swap = swap;
+             options.host_bytes = host_bytes;
+             options.link_bytes_per_s = link_bytes_per_s;
+             options.spill_file = spill_file;
+             options.spill_bytes = spill_bytes;
+             options.spill_direct = spill_direct;
+             if (!pin.is_none()) {
+               options.pinning = {pinning_of(std::move(pin)), pinning_of(std::move(unpin))};
+             }
+             return c10::make_intrusive<Session>(options);
+           }),
+           py::kw_only(), py::arg("device") = "cpu", py::arg("budget_bytes") = 0,
+           py::arg("min_bytes") = 4096, py::arg("verify") = 1, py::arg("stress") = 0,
+           py::arg("seed") = 0, py::arg("drop") = true, py::arg("swap") = false,
+           py::arg("host_bytes") = 0, py::arg("link_bytes_per_s") = 0.0, py::arg("spill_file") = -1,
+           py::arg("spill_bytes") = 0, py::arg("spill_direct") = false, py::arg("pin") = py::none(),
+           py::arg("unpin") = py::none(),
+           "The descriptor `spill_file` stays the caller's, who may close it after this.")
+      .def("pack_hook", &pack_hook)
+      .def("unpack_hook", &unpack_hook)
+      .def("enter", &Session::enter)
+      .def("leave", &Session::leave)
+      .def("rest", &Session::rest,
+           "Nobody is in the runtime: raw accesses count only while something is saved.")
+      .def("stop_lanes", &Session::stop_lanes, py::call_guard<py::gil_scoped_release>(),
+           "Ends the lanes' threads; what comes later is copied at once.")
+      .def("tiers", &tiers_of,
+           "Of each tier below the device: its store, and of its two lanes (transfers, bytes, "
+           "busy seconds, bytes queued) and the ids of their streams; None: they have none.")
+      .def("set_tracing", [](Session& s, bool on) { s.tracing_ = on; })
+      .def("take_in_transfers",
+           [](Session& s) {
+             Session::Guard guard(s);
+             s.reap();
+           })
+      .def("drain_trace",
+           [](Session& s) {
+             std::vector<TraceRow> rows;
+             {
+               Session::Guard guard(s);
+               s.reap();
+               rows.swap(s.trace_);
+             }
+             return rows_of(rows);
+           })
+      .def("begin_step", &Session::begin_step)
+      .def("end_step", &Session::end_step)
+      .def("forget_past", &Session::forget_past)
+      .def(
+          "judge",
+          [](Session& s, bool later) {
+            const std::string text = s.keep_verdict(s.judge());
+            if (!later) {
+              s.take_verdict();
+            }
+            return text;
+          },
+          py::arg("later") = false, py::call_guard<py::gil_scoped_release>(),
+          "Compare, on an accelerator, what came back with what went, waiting for the device if "
+          "there is anything to compare. Says what differed; later: and again to whoever asks "
+          "next.")
+      .def("mark_written", &Session::mark_written)
+      .def("prepare_write", &Session::prepare_write)
+      .def(
+          "begin_copies",
+          [](Session& s) {
+            Session::Guard guard(s);
+            const auto pages = s.candidates_;
+            for (Page* page : pages) {
+              s.write_back(*page);
+            }
+          },
+          "Copy what is saved to a tier below, and free nothing; for tests.")
+      .def("make_room", [](Session& s, int64_t bytes) { return s.make_room(bytes, false); })
+      .def("counters", [](const Session& s) { return s.counters_; })
+      .def("levels", &Session::levels)
+      .def("packs", [](const Session& s) { return s.counters_.packs; })
+      .def("reset_counters", [](Session& s) { s.counters_ = Counters(); })
+      .def("set_budget", &Session::set_budget)
+      .def("live_bytes", &Session::live_bytes)
+      .def(
+          "set_pump", [](Session& s, py::object f) { s.pump_ = callback_of(std::move(f)); },
+          "Called with the bytes needed when memory gets tight and no plan is followed.")
+      .def(
+          "set_boundary", [](Session& s, py::object f) { s.boundary_ = callback_of(std::move(f)); },
+          "Called when backward is over and another op begins.")
+      .def("set_taping", [](Session& s, bool on) { s.taping_ = on; })
+      .def("set_default_weight",
+           [](Session& s, int w) { s.default_weight_ = static_cast<DefaultWeight>(w); })
+      .def("set_logging", [](Session& s, bool on) { s.logging_ = on; })
+      .def("logging", [](const Session& s) { return s.logging_; })
+      .def(
+          "set_drain", [](Session& s, py::object f) { s.drain_ = callback_of(std::move(f)); },
+          "Called when many events have piled up.")
+      .def("tick", [](const Session& s) { return s.tick_; })
+      .def("step_begin_tick", [](const Session& s) { return s.step_begin_tick_; })
+      .def("cloned_bytes", [](const Session& s) { return s.cloned_bytes_; })
+      .def("fingerprint", [](const Session& s) { return mix(s.fingerprint_, s.saves_); })
+      .def("drain_events",
+           [](Session& s) {
+             std::vector<Event> events;
+             {
+               Session::Guard guard(s);
+               events.swap(s.events_);
+             }
+             return rows_of(events);
+           })
+      .def("logged_ops", [](const Session& s) { return rows_of(s.log_ops_); })
+      .def("logged_inputs", [](const Session& s) { return rows_of(s.log_inputs_); })
+      .def("logged_outputs", [](const Session& s) { return rows_of(s.log_outputs_); })
+      .def("logged_names",
+           [](const Session& s) {
+             py::dict d;
+             for (const auto& [hash, info] : s.log_names_) {
+               d[py::int_(hash)] = info->name;
+             }
+             return d;
+           })
+      .def("publish",
+           [](Session& s, const py::buffer& pages, const py::buffer& weights,
+              const py::buffer& exits, int distance) {
+             auto ids = rows_from<int64_t>(pages);
+             auto w = rows_from<double>(weights);
+             auto e = rows_from<int8_t>(exits);
+             TORCH_CHECK(ids.size() == w.size() && ids.size() == e.size(), "publish: ", ids.size(),
+                         " pages but ", w.size(), " weights and ", e.size(), " exits");
+             Session::Guard guard(s);
+             for (size_t i = 0; i < ids.size(); ++i) {
+               auto it = s.managed_.find(ids[i]);
+               if (it != s.managed_.end()) {
+                 it->second->weight = w[i];
+                 it->second->exit = static_cast<Exit>(e[i]);
+               }
+             }
+             s.distance_ = static_cast<Distance>(distance);
+           })
+      .def("set_distance", [](Session& s, int d) { s.distance_ = static_cast<Distance>(d); })
+      .def("set_plans", [](Session& s, std::vector<std::shared_ptr<Plan>> plans) {
+        Session::Guard guard(s);
+        s.plans_.assign(plans.begin(), plans.end());
+        s.plan_ = nullptr;
+      });
+}
+
+void bind_plan(py::module_& m) {
+  py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(
+      py::init([](const py::buffer& fingerprints, const py::buffer& weights,
+                  const py::buffer& use_offsets, const py::buffer& uses,
+                  const py::buffer& interval_offsets, const py::buffer& dropped_twice,
+                  const py::buffer& exits, const py::buffer& copy_back_at) {
+        auto plan = std::make_shared<Plan>();
+        plan->fingerprint = rows_from<uint64_t>(fingerprints);
+        plan->weight = rows_from<double>(weights);
+        plan->use_offsets = rows_from<int64_t>(use_offsets);
+        plan->uses = rows_from<int64_t>(uses);
+        plan->interval_offsets = rows_from<int64_t>(interval_offsets);
+        plan->dropped_twice = rows_from<int8_t>(dropped_twice);
+        plan->exit = rows_from<int64_t>(exits);
+        plan->copy_back_at = rows_from<int64_t>(copy_back_at);
+        plan->check();
+        return plan;
+      }),
+      py::kw_only(), py::arg("fingerprints"), py::arg("weights"), py::arg("use_offsets"),
+      py::arg("uses"), py::arg("interval_offsets"), py::arg("dropped_twice"), py::arg("exits"),
+      py::arg("copy_back_at"));
+}
+
+}  // namespace delta
