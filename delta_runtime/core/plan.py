@@ -51,8 +51,6 @@ class Interval(NamedTuple):
 class Plan:
     """Intervals of residency for the values of one step graph; see the Note above.
 
-    Columns over intervals are in the order of the values, and of time within each.
-
     Columns over intervals are in the order of the values, and of time within each; see `Interval`.
 
     Args:

@@ -62,13 +62,12 @@ def recipes_of(graph: StepGraph) -> Recipes:
         parents.append(np.array(sorted(roots), dtype=np.int64))
         for parent in roots:
             children[parent].append(row)
-    possible &= _lasts(graph, parents) >= graph.released_at
+    possible &= _lasts(graph, parents, possible) >= graph.released_at
     return Recipes(ops, parents, children, possible)
 
 
-def _lasts(graph: StepGraph, parents: list[Ints]) -> Ints:
+def _lasts(graph: StepGraph, parents: list[Ints], repeats: Mask) -> Ints:
     """For each saved value the first tick at which one of its ancestors goes that cannot be made again."""
-    repeats = graph.value_repeats[graph.saved]
     lasts = np.full(len(graph.saved), np.iinfo(np.int64).max)
     for row in np.argsort(graph.value_op[graph.saved], kind="stable").tolist():
         for parent in parents[row].tolist():

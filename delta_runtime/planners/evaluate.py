@@ -65,13 +65,14 @@ class Evaluator:
         self.work = 0  # done in all calls of `play`
         self.bytes = cover.bytes
         self.base = (cover.original_excess).copy()
-        self.begin = cover.begin.tolist()
+        self.begin: list[int] = cover.begin.tolist()
         self.made_at = graph.saved.tolist()
         self.own_need = cover.own_need.tolist()
         self.seconds = [float(graph.rerun_seconds[ops].sum()) for ops in cover.recipes.ops]
         self.work_bytes = _work_bytes(graph, cover.recipes)
         self.parents = [parents.tolist() for parents in cover.recipes.parents]
-        self.gone = np.searchsorted(graph.op_tick, graph.released_at, side="right").tolist()
+        self.made_last_first = np.argsort(graph.saved, kind="stable")[::-1].tolist()
+        self.gone: list[int] = np.searchsorted(graph.op_tick, graph.released_at, side="right").tolist()
         uses = [
             (int(at), row)
             for row in range(len(graph.saved))
@@ -88,11 +89,15 @@ class Evaluator:
     def needs(self, dropped: Mask) -> list[int]:
         """The op behind which each saved value is asked for: by itself, or by what is rebuilt from it."""
         need: list[int] = list(self.own_need)
-        for child in sorted(
-            np.flatnonzero(dropped).tolist(), key=self.made_at.__getitem__, reverse=True
-        ):
-            for parent in self.parents[child]:
-                need[parent] = min(need[parent], need[child])
+        after: dict[int, set[int]] = {}  # when a value is asked for that nobody holds any more
+        for child in self.made_last_first:
+            times = after.get(child, set()) | ({need[child]} if dropped[child] else set())
+            for at in times:
+                for parent in self.parents[child]:
+                    if self.gone[parent] >= at:
+                        need[parent] = min(need[parent], at)
+                    else:
+                        after.setdefault(parent, set()).add(at)
         return need
 
     def spans(self, dropped: Mask, swapped: Mask) -> dict[int, Span]:
@@ -116,7 +121,7 @@ class Evaluator:
         away = np.zeros(n_ops + 1)
         extra: dict[int, float] = {}
         back: dict[int, int] = {}
-        resident = (~dropped).tolist()
+        resident: list[bool] = (~dropped).tolist()
         once_more = dropped_twice.tolist()
         for row in np.flatnonzero(dropped).tolist():
             away[self.begin[row]] += self.bytes[row]
@@ -129,14 +134,17 @@ class Evaluator:
                 if span.begin < span.end:
                     away[span.begin] += self.bytes[row]
                     away[span.end] -= self.bytes[row]
+
+        def is_there(row: int, at: int) -> bool:
+            return (resident[row] or at < self.begin[row]) and self.gone[row] >= at
+
         for at, row in self.uses:
-            if resident[row] and self.gone[row] >= at:
+            if is_there(row, at):
                 continue
             todo, stack = {row}, [row]
             while stack:
                 for parent in self.parents[stack.pop()]:
-                    there = resident[parent] and self.gone[parent] >= at
-                    if not there and parent not in todo:
+                    if parent not in todo and not is_there(parent, at):
                         todo.add(parent)
                         stack.append(parent)
             order = sorted(todo, key=self.made_at.__getitem__)  # parents first
@@ -156,8 +164,8 @@ class Evaluator:
                     most = max(most, passing)
                 elif not resident[made]:
                     resident[made] = True
-                    back[made] = max(at, self.begin[made])
-                    away[back[made]] -= self.bytes[made]
+                    back[made] = at
+                    away[at] -= self.bytes[made]
                 passing -= sum(ends.pop(made, ()))
             extra[at] = max(extra.get(at, 0.0), most)
         for row in np.flatnonzero(dropped).tolist():
