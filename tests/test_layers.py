@@ -1,20 +1,26 @@
-"""The direction of imports, and that the pure parts live without torch.
+"""The direction of imports and of calls, and that the pure parts live without torch.
 
-The imports are read from the sources, those inside functions and under TYPE_CHECKING included. A
-part that does not exist yet passes.
+Python's imports are read from the sources, those inside functions and under TYPE_CHECKING included. A
+part that does not exist yet passes. What the files of csrc call of each other is read from the objects
+that the extension was linked from, what they include from the sources.
 """
 
 import ast
+import re
+import shutil
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "delta_runtime"
-PURE = ("core", "online", "planners", "simulate", "report")
+PURE = ("core", "online", "planners", "simulate", "report", "cli")
 
 
 @dataclass(frozen=True)
@@ -212,3 +218,87 @@ def test_the_autoload_imports_nothing_but_os_until_it_is_called():
     eager = [e.name for e in imports_of(source, "delta_runtime_autoload") if not e.is_lazy]
     assert eager == ["os"]
     assert "delta_runtime.ambient" in at_import
+
+
+# ---------------------------------------------------------------- csrc
+
+CSRC = ROOT / "csrc"
+LOWEST_FIRST = ("util", "pool", "tiers")
+"""Folders of csrc that know nothing of sessions, each of nothing behind it."""
+
+
+def cycle_in(uses: Mapping[str, Iterable[str]]) -> list[str]:
+    """The files of one cycle, first and last the same; empty where there is none."""
+    try:
+        TopologicalSorter(uses).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def _file(path: Path, root: Path) -> str:
+    return path.relative_to(root).with_suffix("").as_posix()
+
+
+def _includes() -> dict[str, set[str]]:
+    """For each header of csrc the headers that it includes."""
+    return {
+        _file(path, CSRC): {
+            name.removesuffix(".h")
+            for name in re.findall(r'^#include "(.+)"', path.read_text(encoding="utf-8"), re.M)
+        }
+        for path in CSRC.rglob("*.h")
+    }
+
+
+def _calls() -> dict[str, set[str]]:
+    """For each source of csrc those that define what it calls, or whose data it uses."""
+    objects = ROOT.glob(f"build/{sysconfig.get_config_var('SOABI')}-torch-*/csrc")
+    folder = max(objects, key=lambda each: each.stat().st_mtime, default=None)
+    if folder is None or shutil.which("nm") is None:
+        pytest.skip("the extension was not built here, or there is no nm")
+    defined: dict[str, str] = {}
+    wanted: dict[str, list[str]] = {}
+    for path in sorted(CSRC.rglob("*.cpp")):
+        name = _file(path, CSRC)
+        done = subprocess.run(
+            ["nm", "--format=posix", str(folder / f"{name}.o")],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for symbol, kind, *_ in (line.split() for line in done.stdout.splitlines()):
+            if kind == "U":
+                wanted.setdefault(symbol, []).append(name)
+            elif kind in "TDBR":
+                defined[symbol] = name
+    calls: dict[str, set[str]] = {name: set() for name in defined.values()}
+    for symbol, names in wanted.items():
+        for name in names:
+            if symbol in defined:
+                calls.setdefault(name, set()).add(defined[symbol])
+    return calls
+
+
+def test_no_files_of_csrc_include_each_other_in_a_circle():
+    assert cycle_in(_includes()) == []
+
+
+def test_no_files_of_csrc_call_each_other_in_a_circle():
+    calls = _calls()
+    assert "rebuild/replay" in calls["observe/saved_tensors"], "the objects were not read"
+    assert cycle_in(calls) == []
+
+
+def test_the_lowest_folders_of_csrc_know_nothing_of_those_above():
+    for uses in (_includes(), _calls()):
+        for name, others in uses.items():
+            folder = name.split("/")[0]
+            if folder in LOWEST_FIRST:
+                allowed = LOWEST_FIRST[: LOWEST_FIRST.index(folder) + 1]
+                assert {other.split("/")[0] for other in others} <= set(allowed), (name, others)
+
+
+def test_a_circle_is_found():
+    assert set(cycle_in({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == {"a", "b", "c"}
+    assert cycle_in({"a": {"b"}, "b": {"c"}, "d": {"a", "c"}}) == []

@@ -1,6 +1,6 @@
 """Room made inside an allocation: wherever the allocation comes from, memory is freed, nothing hangs, the bits stay.
 
-Covers the rescue (csrc/evict/victims.cpp, Note: freeing inside an allocation) with the GIL held and not, under a Python
+Covers the rescue (csrc/evict/eviction.h, Note: freeing inside an allocation) with the GIL held and not, under a Python
 error, on other threads, during garbage collection and nested inside a rebuild; the pool itself is test_cpu_pool.py's.
 In most tests the budget is all of the machine and only the pool's soft limit is tight: then nothing is evicted at op
 boundaries, and what was freed was freed by a rescue.

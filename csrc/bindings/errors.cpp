@@ -10,14 +10,8 @@ namespace {
 PyObject* g_inplace_error = nullptr;
 PyObject* g_mismatch_error = nullptr;
 PyObject* g_swap_error = nullptr;
-PyObject* g_budget_error = nullptr;
 
 PyObject* or_runtime_error(PyObject* type) { return type != nullptr ? type : PyExc_RuntimeError; }
-
-struct BudgetPassedError : torch::PyTorchError, BudgetPassed {
-  using torch::PyTorchError::PyTorchError;
-  PyObject* python_type() override { return or_runtime_error(g_budget_error); }
-};
 
 }  // namespace
 
@@ -30,15 +24,16 @@ bool set_own_error(const std::exception_ptr& error) {
     PyErr_SetString(or_runtime_error(g_mismatch_error), e.what());
   } catch (const SwapFailedError& e) {
     PyErr_SetString(or_runtime_error(g_swap_error), e.what());
-  } catch (BudgetPassedError& e) {
+  } catch (torch::PyTorchError& e) {
+    if (dynamic_cast<BudgetPassed*>(&e) == nullptr) {
+      return false;
+    }
     PyErr_SetString(e.python_type(), e.what());
   } catch (...) {
     return false;
   }
   return true;
 }
-
-void throw_budget_passed(const std::string& message) { throw BudgetPassedError(message); }
 
 void bind_errors(py::module_& m) {
   py::register_exception_translator([](std::exception_ptr error) {
@@ -47,7 +42,7 @@ void bind_errors(py::module_& m) {
     }
   });
   m.def(
-      "set_budget_error", [](py::object type) { g_budget_error = type.release().ptr(); },
+      "set_budget_error", [](py::object type) { set_budget_error(type.release().ptr()); },
       "The exception of an allocation that would pass the budget, strictly; it takes a message.");
   m.def("set_error_types", [](py::object inplace, py::object mismatch, py::object swap) {
     g_inplace_error = inplace.release().ptr();

@@ -17,12 +17,13 @@
 #include "observe/observer.h"
 #include "pool/cpu_pool.h"
 #include "rebuild/device_hash.h"
+#include "state/entered.h"
 #include "state/session.h"
 #include "tiers/spill_file.h"
-#include "tiers/stream_lane.h"
 #include "util/plain_frames.h"
 #include "util/python_random.h"
 #include "util/signals.h"
+#include "util/streams.h"
 
 namespace delta {
 namespace {
@@ -64,6 +65,125 @@ void bind_pool(py::module_& m) {
   pool.def("reset_counters", &cpu_pool::reset_counters);
 }
 
+// For tests and benchmarks.
+void bind_switches(py::module_& m) {
+  m.def(
+      "set_sabotage", [](int which) { set_sabotage(static_cast<Sabotage>(which)); },
+      "Break one rule of replay on purpose, for the tests that prove that the tests can fail; 0 "
+      "mends it.");
+  m.def(
+      "set_most_watched_bytes",
+      [](int64_t bytes) { return std::exchange(most_watched_bytes, bytes); },
+      "For tests: storages of more bytes are not hashed. Returns what it was.");
+  m.def("sabotage_names", &sabotage_names, "What set_sabotage can break, by number.");
+  m.def("set_poison", &set_poison,
+        "Fill host memory that is given back with NaN, for tests of who still reads it.");
+  m.def(
+      "allocate_with_error_pending",
+      [](int64_t bytes) {
+        PyErr_SetString(PyExc_ValueError, "pending");
+        auto data = c10::GetCPUAllocator()->allocate(static_cast<size_t>(bytes));
+        const bool kept = PyErr_ExceptionMatches(PyExc_ValueError) != 0;
+        PyErr_Clear();
+        return kept && data.get() != nullptr;
+      },
+      "For tests: allocate while Python's error indicator is set; whether it still was "
+      "afterwards.");
+  m.def("enter_bare_observer", &enter_bare_observer, "Observe every op and do nothing: the floor.");
+  m.def("leave_bare_observer", &leave_bare_observer);
+  m.def(
+      "device_hash",
+      [](const at::Tensor& t, int64_t budget_bytes) {
+        DeviceHashes table(t.device(), budget_bytes);
+        const int32_t row = table.hash(t.storage(), current_stream_id(t.device()));
+        TORCH_CHECK(row >= 0, "no hash could be made");
+        const Hash128 hash = table.read()[static_cast<size_t>(row)];
+        return py::make_tuple(hash.words[0], hash.words[1]);
+      },
+      py::arg("t"), py::arg("budget_bytes") = 1 << 30,
+      "The hash of all bytes of a tensor's storage on an accelerator, for tests.");
+  m.def("live_records", &live_records, "Op records alive in this process.");
+}
+
+// Memory that Python gets hold of, or points tensors to.
+void bind_raw_access(py::module_& m) {
+  m.def(
+      "before_raw_access",
+      [](const py::object& object, bool writes, int64_t loan, const py::list& listeners) {
+        c10::Storage storage;
+        if (THPVariable_Check(object.ptr())) {
+          const auto& t = THPVariable_Unpack(object.ptr());
+          storage = is_plain(t) ? t.storage() : c10::Storage();
+        } else if (THPStorage_Check(object.ptr())) {
+          storage = THPStorage_Unpack(object.ptr());
+        }
+        const auto heard = all_that_hear(listeners);
+        if (storage) {
+          for (const auto& session : heard) {
+            session->tensors.before_raw_access(storage, writes, loan);
+          }
+        }
+        return !heard.empty();
+      },
+      py::arg("tensor_or_storage"), py::arg("writes"), py::arg("loan"), py::arg("listeners"),
+      "Python code is about to get hold of its memory, or to write to it unseen. Tells these\n"
+      "sessions and all that have tensors saved. `loan` is a number for the array that it gets, "
+      "to\n"
+      "be given to take_back when that is gone; -1: there is none. False: nobody was told.");
+  m.def(
+      "take_back",
+      [](const std::vector<int64_t>& loans, const py::list& listeners) {
+        for (const auto& session : all_that_hear(listeners)) {
+          session->outside.take_back(loans);
+        }
+      },
+      py::arg("loans"), py::arg("listeners"), "The arrays of these loans are gone.");
+  m.def(
+      "any_watches", [] { return !watching_sessions().empty(); },
+      "Whether a session is entered or has tensors saved, closed or not.");
+  m.def(
+      "watch_data_setter", [] { watch_data_setter(); },
+      "Keep saved tensors that are pointed to other memory by `tensor.data = other`. Idempotent.");
+  m.def(
+      "release_repointed", [] { release_repointed(); },
+      "Let go of those of them that no backward waits for.");
+}
+
+// What is of the process rather than of a session.
+void bind_process(py::module_& m) {
+  m.def(
+      "set_python_random",
+      [](py::object save, py::object restore) {
+        PythonRandom hooks;
+        auto saver = shared(std::move(save));
+        auto restorer = shared(std::move(restore));
+        hooks.save = [saver]() -> std::shared_ptr<void> {
+          py::gil_scoped_acquire gil;
+          py::error_scope pending;
+          Shield shield;
+          PlainFrames plain;
+          return shared((*saver)());
+        };
+        hooks.restore = [restorer](const std::shared_ptr<void>& state) {
+          py::gil_scoped_acquire gil;
+          py::error_scope pending;
+          Shield shield;  // what a handler raises would end this half-way
+          PlainFrames plain;
+          try {
+            (*restorer)(*std::static_pointer_cast<py::object>(state));
+          } catch (py::error_already_set& e) {
+            e.discard_as_unraisable("delta_runtime: putting Python's random state back failed");
+          }
+        };
+        set_python_random(std::move(hooks));
+      },
+      "How the generators of Python and numpy are kept and put back around an op in Python.");
+  m.def("preallocate", &preallocate, py::call_guard<py::gil_scoped_release>(),
+        "Take disk space for the first bytes of a file now; 0 or an errno.");
+  m.def("forget_locks", &forget_locks,
+        "In a forked child: whoever held the sessions' locks does not exist there.");
+}
+
 }  // namespace
 }  // namespace delta
 
@@ -77,112 +197,7 @@ PYBIND11_MODULE(_C, m) {
   if (!delta::bind_signals(m.ptr())) {
     throw py::error_already_set();
   }
-  m.def(
-      "set_sabotage", [](int which) { delta::set_sabotage(static_cast<delta::Sabotage>(which)); },
-      "Break one rule of replay on purpose, for the tests that prove that the tests can fail; 0 "
-      "mends it.");
-  m.def(
-      "set_most_watched_bytes",
-      [](int64_t bytes) { return std::exchange(delta::most_watched_bytes, bytes); },
-      "For tests: storages of more bytes are not hashed. Returns what it was.");
-  m.def("sabotage_names", &delta::sabotage_names, "What set_sabotage can break, by number.");
-  m.def(
-      "set_python_random",
-      [](py::object save, py::object restore) {
-        delta::PythonRandom hooks;
-        auto saver = delta::shared(std::move(save));
-        auto restorer = delta::shared(std::move(restore));
-        hooks.save = [saver]() -> std::shared_ptr<void> {
-          py::gil_scoped_acquire gil;
-          py::error_scope pending;
-          delta::Shield shield;
-          delta::PlainFrames plain;
-          return delta::shared((*saver)());
-        };
-        hooks.restore = [restorer](const std::shared_ptr<void>& state) {
-          py::gil_scoped_acquire gil;
-          py::error_scope pending;
-          delta::Shield shield;  // what a handler raises would end this half-way
-          delta::PlainFrames plain;
-          try {
-            (*restorer)(*std::static_pointer_cast<py::object>(state));
-          } catch (py::error_already_set& e) {
-            e.discard_as_unraisable("delta_runtime: putting Python's random state back failed");
-          }
-        };
-        delta::set_python_random(std::move(hooks));
-      },
-      "How the generators of Python and numpy are kept and put back around an op in Python.");
-  m.def("set_poison", &delta::set_poison,
-        "Fill host memory that is given back with NaN, for tests of who still reads it.");
-  m.def(
-      "allocate_with_error_pending",
-      [](int64_t bytes) {
-        PyErr_SetString(PyExc_ValueError, "pending");
-        auto data = c10::GetCPUAllocator()->allocate(static_cast<size_t>(bytes));
-        const bool kept = PyErr_ExceptionMatches(PyExc_ValueError) != 0;
-        PyErr_Clear();
-        return kept && data.get() != nullptr;
-      },
-      "For tests: allocate while Python's error indicator is set; whether it still was "
-      "afterwards.");
-  m.def("enter_bare_observer", &delta::enter_bare_observer,
-        "Observe every op and do nothing: the floor.");
-  m.def("leave_bare_observer", &delta::leave_bare_observer);
-  m.def(
-      "device_hash",
-      [](const at::Tensor& t, int64_t budget_bytes) {
-        delta::DeviceHashes table(t.device(), budget_bytes);
-        const int32_t row = table.hash(t.storage(), delta::current_stream_id(t.device()));
-        TORCH_CHECK(row >= 0, "no hash could be made");
-        const delta::Hash128 hash = table.read()[static_cast<size_t>(row)];
-        return py::make_tuple(hash.words[0], hash.words[1]);
-      },
-      py::arg("t"), py::arg("budget_bytes") = 1 << 30,
-      "The hash of all bytes of a tensor's storage on an accelerator, for tests.");
-  m.def(
-      "before_raw_access",
-      [](const py::object& object, bool writes, int64_t loan, const py::list& listeners) {
-        c10::Storage storage;
-        if (THPVariable_Check(object.ptr())) {
-          const auto& t = THPVariable_Unpack(object.ptr());
-          storage = delta::is_plain(t) ? t.storage() : c10::Storage();
-        } else if (THPStorage_Check(object.ptr())) {
-          storage = THPStorage_Unpack(object.ptr());
-        }
-        const auto heard = delta::all_that_hear(listeners);
-        if (storage) {
-          for (const auto& session : heard) {
-            session->before_raw_access(storage, writes, loan);
-          }
-        }
-        return !heard.empty();
-      },
-      py::arg("tensor_or_storage"), py::arg("writes"), py::arg("loan"), py::arg("listeners"),
-      "Python code is about to get hold of its memory, or to write to it unseen. Tells these\n"
-      "sessions and all that have tensors saved. `loan` is a number for the array that it gets, "
-      "to\n"
-      "be given to take_back when that is gone; -1: there is none. False: nobody was told.");
-  m.def(
-      "take_back",
-      [](const std::vector<int64_t>& loans, const py::list& listeners) {
-        for (const auto& session : delta::all_that_hear(listeners)) {
-          session->take_back(loans);
-        }
-      },
-      py::arg("loans"), py::arg("listeners"), "The arrays of these loans are gone.");
-  m.def(
-      "any_watches", [] { return !delta::watching_sessions().empty(); },
-      "Whether a session is entered or has tensors saved, closed or not.");
-  m.def("live_records", &delta::live_records, "Op records alive in this process.");
-  m.def("preallocate", &delta::preallocate, py::call_guard<py::gil_scoped_release>(),
-        "Take disk space for the first bytes of a file now; 0 or an errno.");
-  m.def(
-      "watch_data_setter", [] { delta::watch_data_setter(); },
-      "Keep saved tensors that are pointed to other memory by `tensor.data = other`. Idempotent.");
-  m.def("forget_locks", &delta::forget_locks,
-        "In a forked child: whoever held the sessions' locks does not exist there.");
-  m.def(
-      "release_repointed", [] { delta::release_repointed(); },
-      "Let go of those of them that no backward waits for.");
+  delta::bind_switches(m);
+  delta::bind_raw_access(m);
+  delta::bind_process(m);
 }

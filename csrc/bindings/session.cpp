@@ -42,7 +42,7 @@ py::list tiers_of(const Session& s) {
     return py::make_tuple(t.transfers, t.bytes, t.busy_s, l.queued_bytes());
   };
   py::list tiers;
-  for (const auto& tier : s.tiers_) {
+  for (const auto& tier : s.tiers.all()) {
     const StoreUsage u = tier.store->usage();
     py::dict d;
     d["tier"] = tier.kind == Tier::Host ? "host" : "disk";
@@ -63,9 +63,10 @@ py::list tiers_of(const Session& s) {
   return tiers;
 }
 
-}  // namespace
+using SessionClass = py::class_<Session, c10::intrusive_ptr<Session>>;
 
-void bind_session(py::module_& m) {
+// Counters and levels.
+void bind_counters(py::module_& m) {
   py::class_<Counters>(m, "Counters", "What a session has counted since its counters were reset.")
       .def_readonly("ops", &Counters::ops)
       .def_readonly("packs", &Counters::packs)
@@ -127,138 +128,111 @@ void bind_session(py::module_& m) {
       .def_readonly("swapped_now_bytes", &Levels::swapped_now_bytes)
       .def_readonly("uncounted_bytes", &Levels::uncounted_bytes)
       .def_readonly("step_peak_bytes", &Levels::step_peak_bytes);
+}
 
-  py::class_<Session, c10::intrusive_ptr<Session>>(m, "Session")
-      .def(py::init([](const std::string& device, int64_t budget_bytes, int64_t min_bytes,
-                       int verify, int stress, uint64_t seed, bool drop, bool swap,
-                       int64_t host_bytes, double link_bytes_per_s, int spill_file,
-                       int64_t spill_bytes, bool spill_direct, py::object pin, py::object unpin) {
-             SessionOptions options;
-             options.device = c10::Device(device);
-             options.budget_bytes = budget_bytes;
-             options.min_bytes = min_bytes;
-             options.verify = static_cast<Verify>(verify);
-             options.stress = static_cast<Stress>(stress);
-             options.seed = seed;
-             options.drop = drop;
-             options.swap = swap;
-             options.host_bytes = host_bytes;
-             options.link_bytes_per_s = link_bytes_per_s;
-             options.spill_file = spill_file;
-             options.spill_bytes = spill_bytes;
-             options.spill_direct = spill_direct;
-             if (!pin.is_none()) {
-               options.pinning = {pinning_of(std::move(pin)), pinning_of(std::move(unpin))};
-             }
-             return c10::make_intrusive<Session>(options);
-           }),
-           py::kw_only(), py::arg("device") = "cpu", py::arg("budget_bytes") = 0,
-           py::arg("min_bytes") = 4096, py::arg("verify") = 1, py::arg("stress") = 0,
-           py::arg("seed") = 0, py::arg("drop") = true, py::arg("swap") = false,
-           py::arg("host_bytes") = 0, py::arg("link_bytes_per_s") = 0.0, py::arg("spill_file") = -1,
-           py::arg("spill_bytes") = 0, py::arg("spill_direct") = false, py::arg("pin") = py::none(),
-           py::arg("unpin") = py::none(),
-           "The descriptor `spill_file` stays the caller's, who may close it after this.")
+// How it is made, entered and left.
+void bind_life(SessionClass& c) {
+  c.def(py::init([](const std::string& device, int64_t budget_bytes, int64_t min_bytes, int verify,
+                    int stress, uint64_t seed, bool drop, bool swap, int64_t host_bytes,
+                    double link_bytes_per_s, int spill_file, int64_t spill_bytes, bool spill_direct,
+                    py::object pin, py::object unpin) {
+          SessionOptions options;
+          options.device = c10::Device(device);
+          options.budget_bytes = budget_bytes;
+          options.min_bytes = min_bytes;
+          options.verify = static_cast<Verify>(verify);
+          options.stress = static_cast<Stress>(stress);
+          options.seed = seed;
+          options.drop = drop;
+          options.swap = swap;
+          options.host_bytes = host_bytes;
+          options.link_bytes_per_s = link_bytes_per_s;
+          options.spill_file = spill_file;
+          options.spill_bytes = spill_bytes;
+          options.spill_direct = spill_direct;
+          if (!pin.is_none()) {
+            options.pinning = {pinning_of(std::move(pin)), pinning_of(std::move(unpin))};
+          }
+          return c10::make_intrusive<Session>(options);
+        }),
+        py::kw_only(), py::arg("device") = "cpu", py::arg("budget_bytes") = 0,
+        py::arg("min_bytes") = 4096, py::arg("verify") = 1, py::arg("stress") = 0,
+        py::arg("seed") = 0, py::arg("drop") = true, py::arg("swap") = false,
+        py::arg("host_bytes") = 0, py::arg("link_bytes_per_s") = 0.0, py::arg("spill_file") = -1,
+        py::arg("spill_bytes") = 0, py::arg("spill_direct") = false, py::arg("pin") = py::none(),
+        py::arg("unpin") = py::none(),
+        "The descriptor `spill_file` stays the caller's, who may close it after this.")
       .def("pack_hook", &pack_hook)
       .def("unpack_hook", &unpack_hook)
       .def("enter", &Session::enter)
       .def("leave", &Session::leave)
       .def("rest", &Session::rest,
            "Nobody is in the runtime: raw accesses count only while something is saved.")
-      .def("stop_lanes", &Session::stop_lanes, py::call_guard<py::gil_scoped_release>(),
-           "Ends the lanes' threads; what comes later is copied at once.")
-      .def("tiers", &tiers_of,
-           "Of each tier below the device: its store, and of its two lanes (transfers, bytes, "
-           "busy seconds, bytes queued) and the ids of their streams; None: they have none.")
-      .def("set_tracing", [](Session& s, bool on) { s.tracing_ = on; })
-      .def("take_in_transfers",
-           [](Session& s) {
-             Session::Guard guard(s);
-             s.reap();
-           })
-      .def("drain_trace",
-           [](Session& s) {
-             std::vector<TraceRow> rows;
-             {
-               Session::Guard guard(s);
-               s.reap();
-               rows.swap(s.trace_);
-             }
-             return rows_of(rows);
-           })
+      .def(
+          "stop_lanes", [](Session& s) { s.tiers.stop(); },
+          py::call_guard<py::gil_scoped_release>(),
+          "Ends the lanes' threads; what comes later is copied at once.")
       .def("begin_step", &Session::begin_step)
       .def("end_step", &Session::end_step)
-      .def("forget_past", &Session::forget_past)
+      .def("forget_past", [](Session& s) { s.state.pages.forget_past(); })
       .def(
           "judge",
           [](Session& s, bool later) {
-            const std::string text = s.keep_verdict(s.judge());
+            const std::string text = s.evidence.keep_verdict(s.evidence.judge());
             if (!later) {
-              s.take_verdict();
+              s.evidence.take_verdict();
             }
             return text;
           },
           py::arg("later") = false, py::call_guard<py::gil_scoped_release>(),
           "Compare, on an accelerator, what came back with what went, waiting for the device if "
           "there is anything to compare. Says what differed; later: and again to whoever asks "
-          "next.")
-      .def("mark_written", &Session::mark_written)
-      .def("prepare_write", &Session::prepare_write)
+          "next.");
+}
+
+// What is freed, copied and written to.
+void bind_memory(SessionClass& c) {
+  c.def("tiers", &tiers_of,
+        "Of each tier below the device: its store, and of its two lanes (transfers, bytes, "
+        "busy seconds, bytes queued) and the ids of their streams; None: they have none.")
+      .def("take_in_transfers",
+           [](Session& s) {
+             Guard guard(s.state.lock);
+             s.tiers.reap();
+           })
+      .def("mark_written", [](Session& s, const at::Tensor& t) { s.tensors.mark_written(t); })
+      .def("prepare_write", [](Session& s, const at::Tensor& t) { s.tensors.prepare_write(t); })
       .def(
           "begin_copies",
           [](Session& s) {
-            Session::Guard guard(s);
-            const auto pages = s.candidates_;
+            Guard guard(s.state.lock);
+            const auto pages = s.state.pages.candidates();
             for (Page* page : pages) {
-              s.write_back(*page);
+              s.tiers.write_back(*page);
             }
           },
           "Copy what is saved to a tier below, and free nothing; for tests.")
-      .def("make_room", [](Session& s, int64_t bytes) { return s.make_room(bytes, false); })
-      .def("counters", [](const Session& s) { return s.counters_; })
-      .def("levels", &Session::levels)
-      .def("packs", [](const Session& s) { return s.counters_.packs; })
-      .def("reset_counters", [](Session& s) { s.counters_ = Counters(); })
-      .def("set_budget", &Session::set_budget)
-      .def("live_bytes", &Session::live_bytes)
+      .def("make_room",
+           [](Session& s, int64_t bytes) { return s.eviction.make_room(bytes, false); })
+      .def("set_budget", [](Session& s, int64_t bytes) { s.state.account.set_budget(bytes); })
+      .def("live_bytes", [](const Session& s) { return s.state.account.live_bytes(); });
+}
+
+// Who decides what goes.
+void bind_policy(SessionClass& c) {
+  c.def(
+       "set_pump", [](Session& s, py::object f) { s.eviction.set_pump(callback_of(std::move(f))); },
+       "Called with the bytes needed when memory gets tight and no plan is followed.")
       .def(
-          "set_pump", [](Session& s, py::object f) { s.pump_ = callback_of(std::move(f)); },
-          "Called with the bytes needed when memory gets tight and no plan is followed.")
-      .def(
-          "set_boundary", [](Session& s, py::object f) { s.boundary_ = callback_of(std::move(f)); },
+          "set_boundary",
+          [](Session& s, py::object f) { s.ops.set_boundary(callback_of(std::move(f))); },
           "Called when backward is over and another op begins.")
-      .def("set_taping", [](Session& s, bool on) { s.taping_ = on; })
+      .def("set_taping", [](Session& s, bool on) { s.ops.set_taping(on); })
       .def("set_default_weight",
-           [](Session& s, int w) { s.default_weight_ = static_cast<DefaultWeight>(w); })
-      .def("set_logging", [](Session& s, bool on) { s.logging_ = on; })
-      .def("logging", [](const Session& s) { return s.logging_; })
+           [](Session& s, int w) { s.plans.set_default_weight(static_cast<DefaultWeight>(w)); })
       .def(
-          "set_drain", [](Session& s, py::object f) { s.drain_ = callback_of(std::move(f)); },
+          "set_drain", [](Session& s, py::object f) { s.ops.set_drain(callback_of(std::move(f))); },
           "Called when many events have piled up.")
-      .def("tick", [](const Session& s) { return s.tick_; })
-      .def("step_begin_tick", [](const Session& s) { return s.step_begin_tick_; })
-      .def("cloned_bytes", [](const Session& s) { return s.cloned_bytes_; })
-      .def("fingerprint", [](const Session& s) { return mix(s.fingerprint_, s.saves_); })
-      .def("drain_events",
-           [](Session& s) {
-             std::vector<Event> events;
-             {
-               Session::Guard guard(s);
-               events.swap(s.events_);
-             }
-             return rows_of(events);
-           })
-      .def("logged_ops", [](const Session& s) { return rows_of(s.log_ops_); })
-      .def("logged_inputs", [](const Session& s) { return rows_of(s.log_inputs_); })
-      .def("logged_outputs", [](const Session& s) { return rows_of(s.log_outputs_); })
-      .def("logged_names",
-           [](const Session& s) {
-             py::dict d;
-             for (const auto& [hash, info] : s.log_names_) {
-               d[py::int_(hash)] = info->name;
-             }
-             return d;
-           })
       .def("publish",
            [](Session& s, const py::buffer& pages, const py::buffer& weights,
               const py::buffer& exits, int distance) {
@@ -267,22 +241,72 @@ void bind_session(py::module_& m) {
              auto e = rows_from<int8_t>(exits);
              TORCH_CHECK(ids.size() == w.size() && ids.size() == e.size(), "publish: ", ids.size(),
                          " pages but ", w.size(), " weights and ", e.size(), " exits");
-             Session::Guard guard(s);
-             for (size_t i = 0; i < ids.size(); ++i) {
-               auto it = s.managed_.find(ids[i]);
-               if (it != s.managed_.end()) {
-                 it->second->weight = w[i];
-                 it->second->exit = static_cast<Exit>(e[i]);
-               }
-             }
-             s.distance_ = static_cast<Distance>(distance);
+             Guard guard(s.state.lock);
+             s.plans.publish(ids, w, e);
+             s.plans.set_distance(static_cast<Distance>(distance));
            })
-      .def("set_distance", [](Session& s, int d) { s.distance_ = static_cast<Distance>(d); })
+      .def("set_distance",
+           [](Session& s, int d) { s.plans.set_distance(static_cast<Distance>(d)); })
       .def("set_plans", [](Session& s, std::vector<std::shared_ptr<Plan>> plans) {
-        Session::Guard guard(s);
-        s.plans_.assign(plans.begin(), plans.end());
-        s.plan_ = nullptr;
+        Guard guard(s.state.lock);
+        s.plans.set_plans(plans);
       });
+}
+
+// What it tells.
+void bind_logs(SessionClass& c) {
+  c.def("set_tracing", [](Session& s, bool on) { s.state.events.set_tracing(on); })
+      .def("drain_trace",
+           [](Session& s) {
+             std::vector<TraceRow> rows;
+             {
+               Guard guard(s.state.lock);
+               s.tiers.reap();
+               rows = s.state.events.drain_trace();
+             }
+             return rows_of(rows);
+           })
+      .def("counters", [](const Session& s) { return s.state.counters; })
+      .def("levels", &Session::levels)
+      .def("packs", [](const Session& s) { return s.state.counters.packs; })
+      .def("reset_counters", [](Session& s) { s.state.counters = Counters(); })
+      .def("set_logging", [](Session& s, bool on) { s.log.set_logging(on); })
+      .def("logging", [](const Session& s) { return s.log.logging(); })
+      .def("tick", [](const Session& s) { return s.state.now.tick; })
+      .def("step_begin_tick", [](const Session& s) { return s.state.now.begin_tick; })
+      .def("cloned_bytes", [](const Session& s) { return s.state.now.cloned_bytes; })
+      .def("fingerprint",
+           [](const Session& s) { return mix(s.state.now.fingerprint, s.state.now.saves); })
+      .def("drain_events",
+           [](Session& s) {
+             std::vector<Event> events;
+             {
+               Guard guard(s.state.lock);
+               events = s.state.events.drain();
+             }
+             return rows_of(events);
+           })
+      .def("logged_ops", [](const Session& s) { return rows_of(s.log.ops()); })
+      .def("logged_inputs", [](const Session& s) { return rows_of(s.log.inputs()); })
+      .def("logged_outputs", [](const Session& s) { return rows_of(s.log.outputs()); })
+      .def("logged_names", [](const Session& s) {
+        py::dict d;
+        for (const auto& [hash, info] : s.log.names()) {
+          d[py::int_(hash)] = info->name;
+        }
+        return d;
+      });
+}
+
+}  // namespace
+
+void bind_session(py::module_& m) {
+  bind_counters(m);
+  SessionClass c(m, "Session");
+  bind_life(c);
+  bind_memory(c);
+  bind_policy(c);
+  bind_logs(c);
 }
 
 void bind_plan(py::module_& m) {

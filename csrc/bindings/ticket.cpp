@@ -7,6 +7,7 @@
 
 #include "bindings/errors.h"
 #include "observe/observer.h"
+#include "state/entered.h"
 #include "util/signals.h"
 
 namespace delta {
@@ -15,11 +16,17 @@ namespace {
 PyTypeObject* g_ticket_type = nullptr;
 
 struct PyTicket {
-  PyObject_HEAD Ticket ticket;
+  PyObject_HEAD c10::intrusive_ptr<Session> session;  // that it was packed by
+  Ticket ticket;
 };
 
 void ticket_dealloc(PyObject* self) {
-  reinterpret_cast<PyTicket*>(self)->ticket.~Ticket();
+  auto* object = reinterpret_cast<PyTicket*>(self);
+  if (object->session->saved.release(object->ticket)) {
+    end_watch(*object->session);
+  }
+  object->ticket.~Ticket();
+  object->session.~intrusive_ptr();
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
@@ -40,10 +47,12 @@ PyObject* py_pack(PyObject* self, PyObject* argument) {
   if (object == nullptr) {
     return nullptr;
   }
+  auto* session = reinterpret_cast<Session*>(PyCapsule_GetPointer(self, "delta_runtime.session"));
+  new (&object->session)
+      c10::intrusive_ptr<Session>(c10::intrusive_ptr<Session>::reclaim_copy(session));
   new (&object->ticket) Ticket();
   try {
-    auto* session = reinterpret_cast<Session*>(PyCapsule_GetPointer(self, "delta_runtime.session"));
-    session->pack(THPVariable_Unpack(argument), object->ticket);
+    session->saved.pack(THPVariable_Unpack(argument), object->ticket);
   } catch (...) {
     set_python_error();
     Py_DECREF(reinterpret_cast<PyObject*>(object));
@@ -60,13 +69,14 @@ PyObject* py_unpack(PyObject* /*self*/, PyObject* argument) {
     return nullptr;
   }
   Ticket& ticket = reinterpret_cast<PyTicket*>(argument)->ticket;
+  SavedTensors& saved = reinterpret_cast<PyTicket*>(argument)->session->saved;
   try {
-    at::Tensor t = ticket.session->unpack_resident(ticket);
+    at::Tensor t = saved.unpack_resident(ticket);
     if (!t.defined()) {
       // Ops will run; or somebody else brings it back right now, and needs the GIL for that.
       py::gil_scoped_release no_gil;
       let_signals_in();
-      t = ticket.session->unpack(ticket);
+      t = saved.unpack(ticket);
     }
     return THPVariable_Wrap(std::move(t));
   } catch (...) {
@@ -79,6 +89,10 @@ PyMethodDef g_pack_method = {"pack", py_pack, METH_O,
                              "Give autograd a ticket for a tensor that it saves."};
 PyMethodDef g_unpack_method = {"unpack", py_unpack, METH_O,
                                "Give the saved tensor for a ticket back."};
+
+bool is_pack_hook(PyObject* hook) {
+  return hook != nullptr && PyCFunction_Check(hook) && PyCFunction_GET_FUNCTION(hook) == py_pack;
+}
 
 void release_capsule(PyObject* capsule) {
   auto* session =
@@ -94,12 +108,13 @@ py::object hook(const c10::intrusive_ptr<Session>& session, PyMethodDef* method)
 }
 
 // Where the value lies that a ticket stands for.
-const char* place_of(const Ticket& ticket) {
+const char* place_of(const PyTicket& object) {
+  const Ticket& ticket = object.ticket;
   if (ticket.state != Ticket::State::Managed) {
     return "kept";
   }
-  const Session& session = *ticket.session;
-  Session::Guard guard(*ticket.session);
+  Session& session = *object.session;
+  Guard guard(session.state.lock);
   const Page& page = *ticket.page;
   switch (page.residency()) {
     case Residency::Resident:
@@ -107,7 +122,7 @@ const char* place_of(const Ticket& ticket) {
     case Residency::Dropped:
       return "dropped";
     case Residency::Swapped:
-      return session.tiers_[page.below.copy->tier].kind == Tier::Host ? "host" : "disk";
+      return session.tiers.all()[page.below.copy->tier].kind == Tier::Host ? "host" : "disk";
     case Residency::SwappingIn:
       return "copying";
     case Residency::Lost:
@@ -117,10 +132,6 @@ const char* place_of(const Ticket& ticket) {
 }
 
 }  // namespace
-
-bool is_pack_hook(PyObject* hook) {
-  return hook != nullptr && PyCFunction_Check(hook) && PyCFunction_GET_FUNCTION(hook) == py_pack;
-}
 
 py::object pack_hook(const c10::intrusive_ptr<Session>& session) {
   return hook(session, &g_pack_method);
@@ -136,13 +147,14 @@ void bind_ticket(py::module_& m) {
   static PyType_Spec spec = {"delta_runtime._C.Ticket", sizeof(PyTicket), 0,
                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
   g_ticket_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  set_is_pack_hook(&is_pack_hook);
   m.add_object("Ticket",
                py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(g_ticket_type)));
   m.def(
       "place_of",
       [](const py::object& ticket) {
         TORCH_CHECK(Py_TYPE(ticket.ptr()) == g_ticket_type, "place_of takes a ticket");
-        return place_of(reinterpret_cast<PyTicket*>(ticket.ptr())->ticket);
+        return place_of(*reinterpret_cast<PyTicket*>(ticket.ptr()));
       },
       "Where the value of a ticket lies now: kept, resident, copying, dropped, host, disk or lost. "
       "For stress runs, which want to know what they have tried.");

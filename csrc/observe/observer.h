@@ -14,8 +14,6 @@
 #include <ATen/record_function.h>
 #include <c10/util/python_stub.h>
 
-#include "state/session.h"
-
 namespace delta {
 
 // Announces each op of a thread that is followed to the session that is entered; and the writes and
@@ -23,29 +21,11 @@ namespace delta {
 // tensors to bring back.
 at::RecordFunctionCallback observer_callback();
 
-// Whether this is the hook that some session packs saved tensors with.
-bool is_pack_hook(PyObject* hook);
-
-// The session that is entered in this process, on whatever thread; null if none is.
-c10::intrusive_ptr<Session> entered_session();
+// How the hook is told that some session packs saved tensors with.
+void set_is_pack_hook(bool (*is_pack_hook)(PyObject* hook));
 
 // An observer of the same kind that does nothing: what boxing and callbacks cost at the least.
 void enter_bare_observer();
 void leave_bare_observer();
-
-// Calls f(tensor, index in a list or -1) for each tensor of an argument or result.
-template <class F>
-void for_each_tensor(const c10::IValue& x, const F& f) {
-  if (x.isTensor()) {
-    f(x.toTensor(), -1);
-  } else if (x.isList()) {
-    const auto elements = x.toListRef();
-    for (size_t i = 0; i < elements.size(); ++i) {
-      if (elements[i].isTensor()) {
-        f(elements[i].toTensor(), static_cast<int>(i));
-      }
-    }
-  }
-}
 
 }  // namespace delta

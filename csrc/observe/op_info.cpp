@@ -202,6 +202,71 @@ void find_generator(OpInfo& info) {
   }
 }
 
+// What of the op the dispatcher's tables tell.
+void find_kernels(OpInfo& info) {
+  // Note: only the computed dispatch table tells composite ops.
+  // hasKernelForDispatchKey(CompositeImplicit...) is wrong for native_channel_shuffle,
+  // silu_backward and mish_backward, and excluding the ops that have an Autograd-alias kernel is
+  // wrong for max_pool2d.
+  const std::string table = info.handle.dumpComputedTable();
+  info.composite_cpu = math_kernel(table, "AutogradCPU");
+  info.composite_accelerator = math_kernel(table, "AutogradCUDA");
+  for (auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::SparseCPU,
+                   c10::DispatchKey::SparseCsrCPU}) {
+    info.has_backend_kernel |= info.handle.hasComputedKernelForDispatchKey(key);
+  }
+  for (auto key : c10::autocast_dispatch_keyset) {
+    if (info.handle.hasKernelForDispatchKey(key)) {
+      info.has_autocast_kernel = true;
+      info.autocast_keys = info.autocast_keys.add(key);
+    }
+  }
+}
+
+// How it writes each of its arguments, as far as that depends on no tensor.
+void find_writes(OpInfo& info, const std::string& name) {
+  const auto& schema = info.handle.schema();
+  info.writes.resize(schema.arguments().size(), Write::No);
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    if (alias != nullptr && alias->isWrite()) {
+      info.writes[i] = schema.arguments()[i].is_out() ? Write::Overwrite : Write::InPlace;
+    }
+  }
+  if (overwriting_ops().count(name) && !info.writes.empty() && info.writes[0] != Write::No) {
+    info.writes[0] = Write::Overwrite;
+  }
+  auto unlisted = unlisted_writes().find(name);
+  if (unlisted != unlisted_writes().end()) {
+    const auto i = schema.argumentIndexWithName(unlisted->second);
+    if (i) {
+      info.writes[*i] = Write::InPlace;
+    }
+  }
+  auto side = side_writes().find(name);
+  if (side != side_writes().end()) {
+    for (size_t i : side->second.arguments) {
+      info.writes[i] = Write::Scratch;
+    }
+    info.training_argument = side->second.training_argument;
+  }
+}
+
+// Collectives: their schemas say nothing of what they write.
+void find_collective_writes(OpInfo& info, const std::string& name) {
+  const auto& arguments = info.handle.schema().arguments();
+  if (!info.collective || !starts_with(name, "c10d::")) {
+    return;
+  }
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (info.writes[i] == Write::No && holds_tensors(arguments[i].type())) {
+      info.writes[i] = Write::InPlace;
+      info.any_write = true;
+      info.view_only = false;
+    }
+  }
+}
+
 std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& handle) {
   auto info = std::make_unique<OpInfo>(handle);
   const auto& schema = handle.schema();
@@ -210,23 +275,7 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& handle) {
   info->name_hash = hash_of(info->name);
   info->n_returns = schema.returns().size();
 
-  // Note: only the computed dispatch table tells composite ops.
-  // hasKernelForDispatchKey(CompositeImplicit...) is wrong for native_channel_shuffle,
-  // silu_backward and mish_backward, and excluding the ops that have an Autograd-alias kernel is
-  // wrong for max_pool2d.
-  const std::string table = handle.dumpComputedTable();
-  info->composite_cpu = math_kernel(table, "AutogradCPU");
-  info->composite_accelerator = math_kernel(table, "AutogradCUDA");
-  for (auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::SparseCPU,
-                   c10::DispatchKey::SparseCsrCPU}) {
-    info->has_backend_kernel |= handle.hasComputedKernelForDispatchKey(key);
-  }
-  for (auto key : c10::autocast_dispatch_keyset) {
-    if (handle.hasKernelForDispatchKey(key)) {
-      info->has_autocast_kernel = true;
-      info->autocast_keys = info->autocast_keys.add(key);
-    }
-  }
+  find_kernels(*info);
   bool inplace_view = false;
   bool pointwise = false;
   for (auto tag : handle.getTags()) {
@@ -234,31 +283,7 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& handle) {
     inplace_view |= tag == at::Tag::inplace_view;
     pointwise |= tag == at::Tag::pointwise;
   }
-
-  info->writes.resize(schema.arguments().size(), Write::No);
-  for (size_t i = 0; i < schema.arguments().size(); ++i) {
-    const auto* alias = schema.arguments()[i].alias_info();
-    if (alias != nullptr && alias->isWrite()) {
-      info->writes[i] = schema.arguments()[i].is_out() ? Write::Overwrite : Write::InPlace;
-    }
-  }
-  if (overwriting_ops().count(name) && !info->writes.empty() && info->writes[0] != Write::No) {
-    info->writes[0] = Write::Overwrite;
-  }
-  auto unlisted = unlisted_writes().find(name);
-  if (unlisted != unlisted_writes().end()) {
-    const auto i = schema.argumentIndexWithName(unlisted->second);
-    if (i) {
-      info->writes[*i] = Write::InPlace;
-    }
-  }
-  auto side = side_writes().find(name);
-  if (side != side_writes().end()) {
-    for (size_t i : side->second.arguments) {
-      info->writes[i] = Write::Scratch;
-    }
-    info->training_argument = side->second.training_argument;
-  }
+  find_writes(*info, name);
   bool returns_alias = false;
   for (const auto& r : schema.returns()) {
     returns_alias |= r.alias_info() != nullptr;
@@ -273,17 +298,10 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& handle) {
       name == "aten::set_" || name == "aten::set_data" || (inplace_view && !resizes);
   info->collective = is_collective(name);
   info->never_replay = name == "aten::resize_" || name == "aten::resize_as_" || info->collective;
-  bool reads_tensors = false;
-  for (size_t i = 0; i < schema.arguments().size(); ++i) {
-    reads_tensors |= holds_tensors(schema.arguments()[i].type());
-    // Their schemas say nothing of what they write.
-    if (info->collective && info->writes[i] == Write::No &&
-        holds_tensors(schema.arguments()[i].type()) && starts_with(name, "c10d::")) {
-      info->writes[i] = Write::InPlace;
-      info->any_write = true;
-      info->view_only = false;
-    }
-  }
+  find_collective_writes(*info, name);
+  const bool reads_tensors =
+      std::any_of(schema.arguments().begin(), schema.arguments().end(),
+                  [](const auto& argument) { return holds_tensors(argument.type()); });
   info->certain = starts_with(name, "aten::");
   info->multiplies = !info->certain || !(pointwise || without_products().count(name) > 0);
   info->factory = info->certain && !info->any_write && !info->makes_unknown && !returns_alias &&

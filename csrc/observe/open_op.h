@@ -35,7 +35,7 @@ struct OpenOp {
   int64_t log_index = -1;
   int32_t depth = 0;  // of what it makes
   StrangerDraws::Mark strangers;
-  size_t facts = 0;     // index into Session::op_facts_
+  size_t facts = 0;     // index into what OpObserver knows of ops
   bool timed = false;   // its seconds count
   bool traced = false;  // they are shown
   std::chrono::steady_clock::time_point begin;
@@ -50,9 +50,12 @@ struct OpenOp {
   ska::flat_hash_set<const Page*> input_set_;  // of long lists, filled when it is asked for
 };
 
+struct Session;
+
 struct ThreadState {
-  Session* session = nullptr;           // entered on this thread
-  c10::intrusive_ptr<Session> visited;  // entered on another one; held while an op runs here
+  Session* session = nullptr;  // entered on this thread
+  // A session that is entered on another one; held while an op runs here.
+  c10::intrusive_ptr<c10::intrusive_ptr_target> visited;
   int depth = 0;
   bool replaying = false;
   OpenOp open;

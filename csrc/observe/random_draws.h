@@ -2,13 +2,11 @@
 //
 // Note: random numbers
 //  1. The generator is copied before the op draws. When the op runs again it is given a copy of
-//  that
-//     copy as its generator argument: the program's own generator is neither moved nor read, so no
-//     other thread can disturb the numbers or be disturbed.
+//     that copy as its generator argument: the program's own generator is neither moved nor read,
+//     so no other thread can disturb the numbers or be disturbed.
 //  2. Where the op has no such argument, the overload that has it is called. Where there is none,
-//  the
-//     program's generator is set, used and put back; a draw of another thread in between is found
-//     by the state that the op leaves behind, and raises.
+//     the program's generator is set, used and put back; a draw of another thread in between is
+//     found by the state that the op leaves behind, and raises.
 //  3. Another thread may draw between the copy and the op itself. The observer counts the draws of
 //     other threads; an op during which one was seen is not run again.
 #pragma once

@@ -1,5 +1,4 @@
-// The observer of atomic ops: boundaries, watermarks and seconds always; values, versions and
-// recipes while taping (forward, or backward with grad mode on).
+// The observer of atomic ops: which of them are announced, and to whom.
 #include <ATen/Context.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/record_function.h>
@@ -13,8 +12,8 @@
 #include <exception>
 
 #include "observe/observer.h"
-#include "pool/cpu_pool.h"
-#include "rebuild/replay_thread.h"
+#include "observe/operands.h"
+#include "state/entered.h"
 #include "state/session.h"
 
 namespace delta {
@@ -57,6 +56,8 @@ bool python_handles(c10::ArrayRef<const c10::IValue> inputs) {
          sabotage() != Sabotage::SubclassesUnseen;
 }
 
+bool (*g_is_pack_hook)(PyObject* hook) = nullptr;
+
 // Whether this is a thread of a backward that was called where a session is entered. Others have
 // that thread's state too (those of a process group, of torch.jit.fork) and compute something else.
 bool is_of_our_backward() {
@@ -68,7 +69,7 @@ bool is_of_our_backward() {
     static const container_type& elements(const Hooks& hooks) { return hooks.*(&Opened::c); }
   };
   for (const auto& pair : Opened::elements(at::SavedTensorDefaultHooks::get_tls_state().stack)) {
-    if (is_pack_hook(pair.first.ptr(getPyInterpreter()))) {
+    if (g_is_pack_hook != nullptr && g_is_pack_hook(pair.first.ptr(getPyInterpreter()))) {
       return true;
     }
   }
@@ -84,7 +85,7 @@ void tell_of_writes(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs,
   try {
     for (const auto& session : watching_sessions()) {
       if (session.get() != but) {
-        session->note_foreign_writes(info, inputs);
+        session->ops.note_foreign_writes(info, inputs);
       }
     }
   } catch (const std::exception&) {  // a callback must not throw; no room for a copy is said later
@@ -152,7 +153,7 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& fn) {
     ts.open.region = true;
   } else {
     auto inputs = fn.inputs();
-    if (info->view_only || is_transparent(*info, inputs, session->options_.device.is_cpu()) ||
+    if (info->view_only || is_transparent(*info, inputs, session->device().is_cpu()) ||
         python_handles(inputs)) {
       return nullptr;
     }
@@ -161,7 +162,7 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& fn) {
       tell_of_writes(*info, inputs, session);
     }
     try {
-      session->begin_op(ts, info, inputs);
+      session->ops.begin(ts, info, inputs);
     } catch (const std::exception&) {
       // A callback must not throw. What the op writes is found by its version counters later.
       ts.open.clear();
@@ -185,14 +186,14 @@ void on_end(const at::RecordFunction& fn, at::ObserverContext* context) {
   auto& ts = thread_state();
   ts.depth = 0;
   auto visited = std::move(ts.visited);
-  Session* session = ts.session != nullptr ? ts.session : visited.get();
+  Session* session = ts.session != nullptr ? ts.session : static_cast<Session*>(visited.get());
   if (session == nullptr || !ts.open.active) {
     ts.open.clear();
     return;
   }
   try {
     const auto& outputs = fn.outputs();
-    session->end_op(ts, c10::ArrayRef<const c10::IValue>(outputs.data(), outputs.size()));
+    session->ops.end(ts, c10::ArrayRef<const c10::IValue>(outputs.data(), outputs.size()));
   } catch (const std::exception&) {
     ts.open.clear();
   }
@@ -212,6 +213,8 @@ at::RecordFunctionCallback with_tensors(at::RecordFunctionCallback callback) {
 at::RecordFunctionCallback observer_callback() {
   return with_tensors(at::RecordFunctionCallback(on_start, on_end));
 }
+
+void set_is_pack_hook(bool (*is_pack_hook)(PyObject* hook)) { g_is_pack_hook = is_pack_hook; }
 
 void enter_bare_observer() {
   TORCH_CHECK(g_bare == 0, "the bare observer is entered already");

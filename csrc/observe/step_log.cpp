@@ -1,58 +1,78 @@
-// The rows of the step graph that is being logged: ops, what they read and make, and what nothing
-// could be evicted from.
-#include "observe/observer.h"
+#include "observe/step_log.h"
+
+#include <algorithm>
+
 #include "observe/open_op.h"
+#include "observe/operands.h"
 #include "pool/cpu_pool.h"
-#include "state/session.h"
 
 namespace delta {
+namespace {
 
-LoggedOp Session::new_row(const OpInfo& info) {
+constexpr size_t kMostOps = 1 << 20;
+constexpr size_t kMostOpsWithoutSaves = 1 << 14;
+constexpr int64_t kSavedInVain = 16;  // times as much as is still there: no backward will need it
+
+}  // namespace
+
+void StepLog::begin_step() {
+  held_.clear();
+  forget();
+}
+
+void StepLog::forget() {
+  ops_.clear();
+  inputs_.clear();
+  outputs_.clear();
+}
+
+// ---------------------------------------------------------------- rows
+
+LoggedOp StepLog::new_row(const OpInfo& info) {
   LoggedOp row{};
   row.name_hash = info.name_hash;
-  row.tick = tick_;
-  row.live_bytes = live_bytes();
-  row.away_bytes = dropped_now_bytes_ + swapped_now_bytes_;
-  row.phase = static_cast<int64_t>(phase_);
-  row.first_input = static_cast<int32_t>(log_inputs_.size());
-  log_names_.emplace(info.name_hash, &info);
+  row.tick = now_.tick;
+  row.live_bytes = account_.live_bytes();
+  row.away_bytes = levels_.dropped_now_bytes + levels_.swapped_now_bytes;
+  row.phase = static_cast<int64_t>(now_.phase);
+  row.first_input = static_cast<int32_t>(inputs_.size());
+  note_name(info);
   return row;
 }
 
-void Session::log_inputs(LoggedOp& row, const OpRecord& record) {
+void StepLog::add_inputs(LoggedOp& row, const OpRecord& record) {
   for (const auto& ref : record.inputs) {
-    const int64_t key = ref.needs_content() ? key_of(*ref.value) : -1;
+    const int64_t key = ref.needs_content() ? now_.key_of(*ref.value) : -1;
     if (key >= 0) {
-      log_inputs_.push_back(key);
+      inputs_.push_back(key);
     }
   }
-  row.n_inputs = static_cast<int32_t>(log_inputs_.size()) - row.first_input;
+  row.n_inputs = static_cast<int32_t>(inputs_.size()) - row.first_input;
 }
 
 // A loop without backward has no steps: it saves nothing, or its graphs die unused.
-bool Session::may_have_backward() const {
-  const int64_t saved = counters_.packs - packs_before_step_;
-  return counters_.unpacks > unpacks_before_step_ ||
-         (saved > 0 && saved <= kSavedInVain * live_tickets_);
+bool StepLog::may_have_backward() const {
+  const int64_t saved = counters_.packs - now_.packs_before;
+  return counters_.unpacks > now_.unpacks_before ||
+         (saved > 0 && saved <= kSavedInVain * levels_.live_tickets);
 }
 
-void Session::log_begin(OpenOp& open, c10::ArrayRef<const c10::IValue> inputs) {
-  Guard guard(*this);
-  if (log_ops_.size() >= kMostLoggedOpsWithoutSaves &&
-      (log_ops_.size() >= kMostLoggedOps || !may_have_backward())) {
+void StepLog::begin(OpenOp& open, c10::ArrayRef<const c10::IValue> inputs) {
+  Guard guard(lock_);
+  if (ops_.size() >= kMostOpsWithoutSaves && (ops_.size() >= kMostOps || !may_have_backward())) {
     logging_ = false;
-    forget_log();
+    forget();
     return;
   }
   LoggedOp row = new_row(*open.info);
   if (open.record) {
-    row.fingerprint = fingerprint_;
-    log_inputs(row, *open.record);
+    row.fingerprint = now_.fingerprint;
+    add_inputs(row, *open.record);
   }
   c10::SmallVector<const Page*, 8> counted;
   for (const auto& x : inputs) {
     for_each_tensor(x, [&](const at::Tensor& t, int) {
-      const Page* page = is_plain(t) ? find_page(storage_of(t)) : nullptr;
+      const Page* page = is_plain(t) ? pages_.find(storage_of(t)) : nullptr;
       if (page != nullptr && page->candidate >= 0 &&
           std::find(counted.begin(), counted.end(), page) == counted.end()) {
         counted.push_back(page);
@@ -61,42 +81,84 @@ void Session::log_begin(OpenOp& open, c10::ArrayRef<const c10::IValue> inputs) {
     });
   }
   open.managed_input_bytes = row.input_bytes;
-  open.log_index = static_cast<int64_t>(log_ops_.size());
-  log_ops_.push_back(row);
+  open.log_index = static_cast<int64_t>(ops_.size());
+  ops_.push_back(row);
 }
 
-// ---------------------------------------------------------------- end
+// The row of the open op; null where it has none, or where the log was forgotten under it.
+LoggedOp* StepLog::row_of(const OpenOp& open) {
+  const bool known = open.log_index >= 0 && open.log_index < static_cast<int64_t>(ops_.size());
+  return known ? &ops_[static_cast<size_t>(open.log_index)] : nullptr;
+}
 
-// What no eviction can lessen: what the op needs beside all that is managed and that it does not
-// read. Copies that only some ways of evicting make are left out, so that no other way needs less.
-void Session::note_stuck(const OpenOp& open, int64_t watermark_bytes) {
+void StepLog::end(OpenOp& open, double seconds, int64_t watermark_bytes) {
+  if (LoggedOp* row = row_of(open); row != nullptr) {
+    row->seconds = seconds;
+    row->watermark_bytes = watermark_bytes;
+    row->first_output = static_cast<int32_t>(outputs_.size());
+  }
+}
+
+void StepLog::note_made(const Value& value, bool repeats) {
+  outputs_.push_back({value.key, value.bytes, repeats ? 1 : 0});
+}
+
+void StepLog::end_outputs(const OpenOp& open) {
+  if (LoggedOp* row = row_of(open); row != nullptr) {
+    row->n_outputs = static_cast<int32_t>(outputs_.size()) - row->first_output;
+  }
+}
+
+void StepLog::note_clone(const OpenOp& open, const OpRecord& clone, const Value& made) {
+  if (!logging_) {
+    return;
+  }
+  LoggedOp row = new_row(*clone.info);
+  row.fingerprint = made.fingerprint;
+  row.live_bytes = open.live_bytes;
+  row.seconds = static_cast<double>(clone.seconds);
+  row.watermark_bytes = made.bytes;
+  add_inputs(row, clone);
+  row.first_output = static_cast<int32_t>(outputs_.size());
+  row.n_outputs = 1;
+  note_made(made, /*repeats=*/true);
+  ops_.push_back(row);
+}
+
+// ---------------------------------------------------------------- what cannot go
+
+void StepLog::note_stuck(const OpenOp& open, int64_t watermark_bytes) {
   int64_t stuck = open.live_bytes + watermark_bytes - open.managed_bytes + open.managed_input_bytes;
   if (options_.device.is_cpu() && cpu_pool::window_refused_bytes() > 0) {
     // All that could go is gone; what others hold is there for good.
     int64_t alone = 0;
-    for (const Page* page : candidates_) {
-      alone += is_alone(*page) ? page->bytes : 0;
+    for (const Page* page : pages_.candidates()) {
+      alone += page->is_alone() ? page->bytes : 0;
     }
-    stuck = std::max(stuck, cpu_pool::window_refused_bytes() + uncounted_bytes_ - alone);
+    stuck = std::max(stuck, cpu_pool::window_refused_bytes() + account_.uncounted_bytes() - alone);
   }
-  stuck -= cloned_bytes_;
+  stuck -= now_.cloned_bytes;
   if (stuck > counters_.stuck_bytes) {
     counters_.stuck_bytes = stuck;
     counters_.stuck_op = open.info->name.c_str();
   }
 }
 
-// Says of pages that were saved while somebody held their storage, when the last one let go.
-void Session::note_alone() {
+void StepLog::note_held(const Page& page) {
+  if (logging_) {
+    held_.push_back(page.id);
+  }
+}
+
+void StepLog::note_alone() {
   size_t still_held = 0;
   for (const int64_t id : held_) {
-    auto entry = managed_.find(id);
-    if (entry == managed_.end()) {
+    const Page* page = pages_.managed(id);
+    if (page == nullptr) {
       continue;
     }
-    const Page& page = *entry->second;
-    if (page.residency() != Residency::Resident || is_alone(page)) {
-      emit(EventKind::Alone, &page, page.bytes, 0, page.current->key);
+    if (page->residency() != Residency::Resident || page->is_alone()) {
+      events_.emit(EventKind::Alone, page, page->bytes, 0, page->current->key);
     } else {
       held_[still_held++] = id;
     }

@@ -1,10 +1,8 @@
 // What is kept of an op, so that it can be run again.
 #pragma once
 
-#include <ATen/core/ivalue.h>
-
-#include "observe/op_info.h"
-#include "state/session.h"
+#include "observe/open_op.h"
+#include "observe/tensor_pages.h"
 
 namespace delta {
 
@@ -16,7 +14,42 @@ c10::intrusive_ptr<OpRecord> new_record(OpInfo* info, c10::ArrayRef<const c10::I
 
 // Takes the arguments of an op into its record: tensors as values and views of them, the rest as
 // it is. Under the session's lock.
-void take_arguments(Session& session, OpenOp& open, OpRecord& record, bool side_writes_hold,
-                    c10::ArrayRef<const c10::IValue> inputs, ToClone& to_clone);
+class Taper {
+ public:
+  Taper(c10::Device device, Sources& sources, OutsideMemory& outside, TensorPages& tensors,
+        OpenOp& open, OpRecord& record, bool side_writes_hold, ToClone& to_clone)
+      : device_(device),
+        sources_(sources),
+        outside_(outside),
+        tensors_(tensors),
+        open_(open),
+        record_(record),
+        side_writes_hold_(side_writes_hold),
+        to_clone_(to_clone) {}
+
+  void tape(c10::ArrayRef<const c10::IValue> inputs);
+
+ private:
+  bool tensor(size_t argument, int index, const at::Tensor& t);
+  template <class T>
+  c10::List<T> list(size_t argument, c10::ArrayRef<c10::IValue> elements);
+  void list_of_lists(size_t argument, c10::ArrayRef<c10::IValue> lists);
+  void keep(const at::Tensor& t);
+  Write write_of(size_t argument, const at::Tensor& t, const Page& page) const;
+  bool writes_through_two_storages() const;
+
+  c10::Device device_;
+  Sources& sources_;
+  OutsideMemory& outside_;
+  TensorPages& tensors_;
+  OpenOp& open_;
+  OpRecord& record_;
+  bool side_writes_hold_;
+  ToClone& to_clone_;
+  // Sources that others can write to.
+  c10::SmallVector<c10::intrusive_ptr<Value>, 2> small_of_others_;
+  int64_t largest_ = 0;  // of the op's other inputs, bytes
+  int32_t depth_ = 0;
+};
 
 }  // namespace delta

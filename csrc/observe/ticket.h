@@ -8,12 +8,9 @@
 
 namespace delta {
 
-struct Session;
-
 struct Ticket {
   enum class State : uint8_t { Managed, Kept, Pending };
 
-  c10::intrusive_ptr<Session> session;
   c10::intrusive_ptr<Page> page;
   ViewSpec view;
   at::Tensor kept;
@@ -26,9 +23,8 @@ struct Ticket {
   c10::VariableVersion version_counter;
   int64_t version = -1;
   State state = State::Kept;
+  bool counted = false;  // the session knows of it
   KeptReason reason = KeptReason::Unknown;
-
-  ~Ticket();
 };
 
 }  // namespace delta

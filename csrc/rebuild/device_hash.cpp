@@ -16,7 +16,7 @@
 
 #include "rebuild/quiet.h"
 #include "state/values.h"
-#include "tiers/stream_lane.h"
+#include "util/streams.h"
 
 namespace delta {
 namespace {

@@ -1,34 +1,16 @@
-// Rebuilding: runs the producing ops of a value again, bottom-up.
-//
-// Note: replay
-//  1. The rerun is made under the lock by an iterative walk from the value to what is there:
-//  resident
-//     pages, storages that live for other reasons, anchored sources. Holding their storages pins
-//     them.
-//  2. Each op of the rerun runs once. What it makes and what has tickets is installed in its page,
-//     the rest goes after its last use in the rerun.
-//  3. Ops run below autograd and without autocast, with the random numbers, flags, thread count,
-//     default dtype and grad mode that they were recorded with (random_draws.h, numeric_context.h);
-//     all of that is put back afterwards, also when an op throws.
-//  4. In-place ops run on copies, unless the rerun itself made the buffer and nothing else needs
-//  it.
-//  5. Room is made before each op; that only ever frees, it never starts another rebuild.
-//  6. What the rerun starts from is held from its begin on, needed yet or not. Without room beside
-//     that the rerun is given up: what it started from is dropped too, and all of it is made again
-//     in the order of the forward.
+#include "rebuild/replay.h"
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/equal.h>
 
 #include <algorithm>
 #include <cstring>
-#include <functional>
 
 #include "pool/cpu_pool.h"
 #include "rebuild/quiet.h"
-#include "rebuild/rerun.h"
-#include "tiers/stream_lane.h"
 #include "util/errors.h"
 #include "util/signals.h"
+#include "util/streams.h"
 
 namespace delta {
 namespace {
@@ -45,51 +27,81 @@ bool same_bytes(const c10::Storage& a, const c10::Storage& b) {
   return at::equal(bytes_of(a), bytes_of(b));
 }
 
-// Under the lock. Fills the rerun with what has to run so that `root` is there. `wanted` are pages
-// in host memory that it starts from: with any of them the rerun is not whole, and has to be made
-// again when they are back.
-void make_rerun(Session& session, Value& root, Rerun& rerun, PagePtrs& wanted) {
-  std::vector<Value*> stack{&root};
-  ska::flat_hash_map<OpRecord*, int8_t> ops;  // 1 open, 2 planned
-  auto fetch = [&](Value& v) -> bool {        // is it there?
-    auto it = rerun.slots.find(&v);
-    if (it != rerun.slots.end()) {
-      return true;
+// Thrown where what was made again differs from what went.
+struct Different {
+  Page* page;
+};
+
+// There is no room for an op of the rerun, and some of what it starts from could be dropped.
+struct ShortOfRoom {};
+
+// What the op will ask for beside what is there: its watermark, copies of what it writes in place,
+// and what the pool reserves for rounding, since that can be refused too.
+int64_t room_for(const OpRecord& op) {
+  int64_t bytes = op.watermark_bytes;
+  for (const auto& out : op.outputs) {
+    bytes += op.device.is_cpu() ? cpu_pool::most_rounding_bytes(out.bytes) : 0;
+  }
+  for (const auto& ref : op.inputs) {
+    bytes += ref.write == Write::InPlace ? ref.value->bytes : 0;
+  }
+  return bytes;
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------- what has to run
+
+// Whether the value is there, or on its way: then it gets a slot, or its page is among the wanted.
+bool Replay::fetch(Value& v, const Value& root, Rerun& rerun, PagePtrs& wanted) {
+  if (rerun.slots.find(&v) != rerun.slots.end()) {
+    return true;
+  }
+  if (&v == &root) {
+    return false;
+  }
+  Slot slot;
+  slot.value = c10::intrusive_ptr<Value>::reclaim_copy(&v);
+  if (v.anchor) {
+    if (!v.readable() || !v.lies_in(*v.anchor.unsafeGetStorageImpl())) {
+      evidence_.taint(v);
+      throw InplaceModificationError(
+          "delta_runtime: a tensor that recomputation needs was changed in place outside of what "
+          "the runtime sees "
+          "(an optimizer step or a write under another thread, between forward and backward). " +
+          v.versions.text() +
+          "Run backward before changing it, or run the writing code inside the runtime.");
     }
-    Slot slot;
-    slot.value = c10::intrusive_ptr<Value>::reclaim_copy(&v);
-    if (v.anchor && &v != &root) {
-      if (!v.readable() || !session.holds(v, *v.anchor.unsafeGetStorageImpl())) {
-        session.taint(v);
-        throw InplaceModificationError(
-            "delta_runtime: a tensor that recomputation needs was changed in place outside of what "
-            "the runtime sees "
-            "(an optimizer step or a write under another thread, between forward and backward). " +
-            v.versions.text() +
-            "Run backward before changing it, or run the writing code inside the runtime.");
-      }
-      slot.storage = v.anchor;
-    } else if (&v != &root) {
-      slot.storage = session.storage_there(v);
-    }
-    if (!slot.storage) {
-      Page* home = v.home;
-      if (&v == &root || home == nullptr || home->tickets == 0 ||
-          (home->residency() != Residency::Swapped && home->residency() != Residency::SwappingIn)) {
-        return false;
-      }
-      const auto known = [&](const auto& page) { return page.get() == home; };
-      if (std::none_of(wanted.begin(), wanted.end(), known)) {
-        wanted.push_back(c10::intrusive_ptr<Page>::reclaim_copy(home));
-      }
-      return true;
-    }
+    slot.storage = v.anchor;
+  } else {
+    slot.storage = tiers_.storage_there(v);
+  }
+  if (slot.storage) {
     rerun.slots.emplace(&v, std::move(slot));
     return true;
-  };
+  }
+  Page* home = v.home;
+  if (home == nullptr || home->tickets == 0 ||
+      (home->residency() != Residency::Swapped && home->residency() != Residency::SwappingIn)) {
+    return false;
+  }
+  const auto known = [&](const auto& page) { return page.get() == home; };
+  if (std::none_of(wanted.begin(), wanted.end(), known)) {
+    wanted.push_back(c10::intrusive_ptr<Page>::reclaim_copy(home));
+  }
+  return true;
+}
+
+// Under the lock. Fills the rerun with what has to run so that `root` is there. `wanted` are pages
+// in a tier below that it starts from: with any of them the rerun is not whole, and has to be made
+// again when they are back.
+void Replay::make_rerun(Value& root, Rerun& rerun, PagePtrs& wanted) {
+  enum State : int8_t { Unseen = 0, Open, Planned };
+  std::vector<Value*> stack{&root};
+  ska::flat_hash_map<OpRecord*, int8_t> ops;
   while (!stack.empty()) {
     Value& v = *stack.back();
-    if (fetch(v)) {
+    if (fetch(v, root, rerun, wanted)) {
       stack.pop_back();
       continue;
     }
@@ -101,15 +113,16 @@ void make_rerun(Session& session, Value& root, Rerun& rerun, PagePtrs& wanted) {
           "runtime does not see.");
     }
     auto& state = ops[op];
-    if (state == 2) {
+    if (state == Planned) {
       stack.pop_back();
       continue;
     }
-    if (state == 0) {
-      state = 1;
+    if (state == Unseen) {
+      state = Open;
       bool waiting = false;
       for (auto& ref : op->inputs) {
-        if (ref.needs_content() && !fetch(*ref.value) && ops[ref.value->producer.get()] != 2) {
+        if (ref.needs_content() && !fetch(*ref.value, root, rerun, wanted) &&
+            ops[ref.value->producer.get()] != Planned) {
           stack.push_back(ref.value.get());
           waiting = true;
         }
@@ -118,7 +131,7 @@ void make_rerun(Session& session, Value& root, Rerun& rerun, PagePtrs& wanted) {
         continue;
       }
     }
-    ops[op] = 2;
+    ops[op] = Planned;
     rerun.ops.push_back(c10::intrusive_ptr<OpRecord>::reclaim_copy(op));
     stack.pop_back();
   }
@@ -139,150 +152,67 @@ void make_rerun(Session& session, Value& root, Rerun& rerun, PagePtrs& wanted) {
   ++slot_of(root).uses;
 }
 
-}  // namespace
+// ---------------------------------------------------------------- running it
 
-// The page lives in this storage from here on.
-void Session::rehome(Page& page, const c10::Storage& storage) {
-  auto self = pages_.find(page.strong.unsafeGetStorageImpl());
-  c10::intrusive_ptr<Page> keep = self != pages_.end() ? self->second : nullptr;
-  if (self != pages_.end()) {
-    pages_.erase(self);
-  }
-  thread_trash().take(std::move(page.strong));
-  page.strong = storage;
-  page.weak = storage.getWeakStorageImpl();
-  look(page, *storage.unsafeGetStorageImpl());
-  page.last_use = tick_;
-  page.stream = current_stream_id(options_.device);
-  page.many_streams = false;
-  page.below.arrival.reset();
-  if (keep) {
-    pages_.emplace(storage.unsafeGetStorageImpl(), std::move(keep));
-  }
-}
-
-namespace {
-
-// Thrown where what was made again differs from what went.
-struct Different {
-  Page* page;
-};
-
-void install(Session& session, Rerun& rerun, Page& page, const c10::Storage& storage,
-             double seconds) {
-  if (page.went.hashed && session.device_evidence_ && !rerun.suspects) {
-    rerun.suspects = session.suspects_of(rerun.ops);
+// Under the lock.
+void Replay::install(Rerun& rerun, Page& page, const c10::Storage& storage, double seconds) {
+  if (page.went.hashed && on_device_.exists() && !rerun.suspects) {
+    rerun.suspects = Suspects::of(rerun.ops);
   }
   std::vector<uint64_t> proved;
   if (page.went.hashed) {
-    proved = session.proved_by(*page.current, rerun.ran);
+    proved = evidence_.proved_by(*page.current, rerun.ran);
   }
-  if (!session.is_as_it_went(page, storage, /*copied=*/false, rerun.suspects, std::move(proved))) {
+  if (!evidence_.is_as_it_went(page, storage, /*copied=*/false, rerun.suspects,
+                               std::move(proved))) {
     throw Different{&page};
   }
-  session.rehome(page, storage);
+  pages_.rehome(page, storage);
   page.move_to(Residency::Resident);
   page.rebuilt = true;
   page.retry_tick = 0;
-  session.dropped_now_bytes_ -= page.bytes;
-  ++session.counters_.rebuilds;
-  session.counters_.rebuilt_bytes += page.bytes;
-  session.attach_plan(page);
-  session.add_candidate(page);
-  session.emit(EventKind::Rebuilt, &page, page.bytes, seconds, session.key_of(*page.current));
+  levels_.dropped_now_bytes -= page.bytes;
+  ++counters_.rebuilds;
+  counters_.rebuilt_bytes += page.bytes;
+  plans_.attach(page);
+  pages_.add_candidate(page);
+  events_.emit(EventKind::Rebuilt, &page, page.bytes, seconds, now_.key_of(*page.current));
 }
 
-// There is no room for an op of the rerun, and some of what it starts from could be dropped.
-struct ShortOfRoom {};
-
-// What the op will ask for beside what is there: its watermark, copies of what it writes in place,
-// and what the pool reserves for rounding, since that can be refused too.
-int64_t room_for(const OpRecord& op) {
-  int64_t bytes = op.watermark_bytes;
-  for (const auto& out : op.outputs) {
-    bytes += op.device.is_cpu() ? cpu_pool::most_rounding_bytes(out.bytes) : 0;
-  }
-  for (const auto& ref : op.inputs) {
-    bytes += ref.write == Write::InPlace ? ref.value->bytes : 0;
-  }
-  return bytes;
+double Replay::stalled_s() {
+  Guard guard(lock_);
+  return counters_.out_stall_s + counters_.in_stall_s;
 }
-
-using Inspect = std::function<void(const OpRecord&, const std::vector<c10::Storage>&)>;
 
 // Runs the rerun. With `installs`, values that dropped pages wait for go there as soon as they are
 // made. `inspect` sees what each op made.
-c10::Storage execute(Session& session, Rerun& rerun, Value& root, bool installs, bool gives_up,
-                     const Inspect& inspect = nullptr) {
+c10::Storage Replay::execute(Rerun& rerun, Value& root, bool installs, bool gives_up,
+                             const Inspect& inspect) {
   const auto begin = std::chrono::steady_clock::now();
-  const auto stalled = [&session] {
-    Session::Guard guard(session);
-    return session.counters_.out_stall_s + session.counters_.in_stall_s;
-  };
-  const double stalled_before = stalled();
+  const double stalled_before_s = stalled_s();
   for (auto& op : rerun.ops) {
     let_signals_in();
-    if (session.options_.budget_bytes > 0 && session.look_ahead(room_for(*op)) > 0 && gives_up) {
-      Session::Guard guard(session);
-      session.counters_.rebuild_s += seconds_since(begin);
+    if (options_.budget_bytes > 0 && eviction_.look_ahead(room_for(*op)) > 0 && gives_up) {
+      Guard guard(lock_);
+      counters_.rebuild_s += seconds_since(begin);
       throw ShortOfRoom();
     }
     double seconds = 0;
-    auto made = make_outputs(session, *op, rerun, seconds);
+    auto made = runner_.make_outputs(*op, rerun, seconds);
     if (inspect) {
       inspect(*op, made);
     }
-    Session::Guard guard(session);
-    ++session.counters_.replayed_ops;
-    rerun.ran.insert(op.get());
-    for (auto& ref : op->inputs) {
-      if (!ref.needs_content()) {
-        continue;
-      }
-      auto& slot = rerun.slots.at(ref.value.get());
-      if (--slot.uses == 0) {
-        thread_trash().take(std::move(slot.storage));
-        slot.storage = c10::Storage();
-      }
-    }
-    for (const auto& out : op->outputs) {
-      if (out.value != nullptr && session.key_of(*out.value) >= 0) {
-        session.emit(EventKind::Replayed, nullptr, 0, seconds, out.value->key);
-        break;
-      }
-    }
-    for (size_t i = 0; i < made.size(); ++i) {
-      Value* value = op->outputs[i].value;
-      if (value == nullptr || !made[i]) {
-        continue;
-      }
-      if (installs && value->home != nullptr && value->home->tickets > 0 &&
-          value->home->residency() == Residency::Dropped) {
-        install(session, rerun, *value->home, made[i], seconds);
-      }
-      auto slot = rerun.slots.find(value);
-      if (slot != rerun.slots.end() && slot->second.uses > 0 && !slot->second.storage) {
-        slot->second.storage = made[i];
-        slot->second.ours = true;
-      }
-    }
-    for (auto& storage : made) {
-      thread_trash().take(std::move(storage));
-      storage = c10::Storage();
-    }
-    if (session.device_evidence_) {
-      guard.unlock();
-      session.hash_returned();
-    }
+    take_outputs(rerun, *op, made, installs, seconds);
+    on_device_.hash_returned();
   }
   {
-    const double waited = stalled() - stalled_before;  // for lanes, to make room: counted there
-    Session::Guard guard(session);
+    const double waited_s = stalled_s() - stalled_before_s;  // for lanes: counted there
+    Guard guard(lock_);
     const double seconds = seconds_since(begin);
-    session.counters_.rebuild_s += std::max(0.0, seconds - waited);
-    if (session.tracing_) {
-      session.trace_.push_back({static_cast<int64_t>(TraceKind::Rebuild), root.key, root.bytes, 0,
-                                0, seconds_of(begin), seconds_of(begin) + seconds});
+    counters_.rebuild_s += std::max(0.0, seconds - waited_s);
+    if (events_.tracing()) {
+      events_.trace({static_cast<int64_t>(TraceKind::Rebuild), root.key, root.bytes, 0, 0,
+                     seconds_of(begin), seconds_of(begin) + seconds});
     }
   }
   const c10::Storage& result = rerun.slots.at(&root).storage;
@@ -290,9 +220,52 @@ c10::Storage execute(Session& session, Rerun& rerun, Value& root, bool installs,
   return result;
 }
 
+// What one op of the rerun has made goes to the pages and to the ops that need it; the rest goes.
+void Replay::take_outputs(Rerun& rerun, const OpRecord& op, std::vector<c10::Storage>& made,
+                          bool installs, double seconds) {
+  Guard guard(lock_);
+  ++counters_.replayed_ops;
+  rerun.ran.insert(&op);
+  for (auto& ref : op.inputs) {
+    if (!ref.needs_content()) {
+      continue;
+    }
+    auto& slot = rerun.slots.at(ref.value.get());
+    if (--slot.uses == 0) {
+      thread_trash().take(std::move(slot.storage));
+      slot.storage = c10::Storage();
+    }
+  }
+  for (const auto& out : op.outputs) {
+    if (out.value != nullptr && now_.key_of(*out.value) >= 0) {
+      events_.emit(EventKind::Replayed, nullptr, 0, seconds, out.value->key);
+      break;
+    }
+  }
+  for (size_t i = 0; i < made.size(); ++i) {
+    Value* value = op.outputs[i].value;
+    if (value == nullptr || !made[i]) {
+      continue;
+    }
+    if (installs && value->home != nullptr && value->home->tickets > 0 &&
+        value->home->residency() == Residency::Dropped) {
+      install(rerun, *value->home, made[i], seconds);
+    }
+    auto slot = rerun.slots.find(value);
+    if (slot != rerun.slots.end() && slot->second.uses > 0 && !slot->second.storage) {
+      slot->second.storage = made[i];
+      slot->second.ours = true;
+    }
+  }
+  for (auto& storage : made) {
+    thread_trash().take(std::move(storage));
+    storage = c10::Storage();
+  }
+}
+
 // The rerun's values may be the last owners of records: they die under the lock.
-void discard(Session& session, Rerun& rerun, c10::intrusive_ptr<Value>* root = nullptr) {
-  Session::Guard guard(session);
+void Replay::discard(Rerun& rerun, c10::intrusive_ptr<Value>* root) {
+  Guard guard(lock_);
   for (auto& [value, slot] : rerun.slots) {
     thread_trash().take(std::move(slot.storage));
     slot.storage = c10::Storage();
@@ -309,12 +282,12 @@ void discard(Session& session, Rerun& rerun, c10::intrusive_ptr<Value>* root = n
 
 // Lets go of a rerun that was not begun, and drops what it would have started from, but for what is
 // hardly worth it. Returns whether anything went.
-bool drop_starts(Session& session, Rerun& rerun) {
+bool Replay::drop_starts(Rerun& rerun) {
   constexpr int64_t small = 64;  // so many times smaller than all of it
   std::vector<c10::intrusive_ptr<Value>> starts;
   int64_t bytes = 0;
   {
-    Session::Guard guard(session);
+    Guard guard(lock_);
     for (const auto& [value, slot] : rerun.slots) {
       if (slot.storage && value->home != nullptr && value->home->candidate >= 0) {
         starts.push_back(slot.value);
@@ -322,127 +295,143 @@ bool drop_starts(Session& session, Rerun& rerun) {
       }
     }
   }
-  discard(session, rerun);
-  Session::Guard guard(session);
-  session.begin_evictions();
+  discard(rerun);
+  Guard guard(lock_);
+  on_device_.begin_evictions();
   bool any = false;
   do {
     for (const auto& value : starts) {
       Page* home = value->home;
       any |= home != nullptr && home->tickets > 0 && home->bytes * small >= bytes &&
-             session.is_alone(*home) && session.drop_page(*home);
+             home->is_alone() && eviction_.drop(*home);
     }
-  } while (session.take_hashes(guard));
+  } while (on_device_.take_hashes(guard));
   starts.clear();  // a value may die with this
   return any;
 }
 
-using Pins = std::vector<c10::Storage>;
-
 // Brings pages back, all on their way before the first is waited for, and holds them.
-void pin(Session& session, PagePtrs& pages, Pins& pins) {
+void Replay::pin(PagePtrs& pages, Pins& pins) {
   for (auto& page : pages) {
-    session.begin_swap_in(*page, /*prefetch=*/false);
+    swap_in_.begin(*page, /*prefetch=*/false);
   }
   for (auto& page : pages) {
-    pins.push_back(session.bring_back(*page));
+    pins.push_back(swap_in_.bring_back(*page));
   }
-  session.hash_returned();
-  Session::Guard guard(session);
+  on_device_.hash_returned();
+  Guard guard(lock_);
   pages.clear();  // a page may die with this
 }
 
-}  // namespace
+// ---------------------------------------------------------------- rebuild
 
-c10::Storage Session::rebuild(Page& page) {
+// What is tried to bring one page back, perhaps in several turns.
+struct Replay::Attempt {
   Rerun rerun;
   Pins pins;
   c10::intrusive_ptr<Value> root;
-  bool retried = false;       // without shortcuts
-  bool from_scratch = false;  // and with all that the rerun would start from dropped too
+  c10::Storage result;
+  bool without_shortcuts = false;
+  bool from_scratch = false;  // with all that the rerun would start from dropped too
   bool any_dropped = true;
+};
+
+c10::Storage Replay::rebuild(Page& page) {
+  Attempt attempt;
   for (;;) {
-    if (c10::Storage storage = bring_back(page)) {
-      discard(*this, rerun, &root);
-      hash_returned();
+    if (c10::Storage storage = swap_in_.bring_back(page)) {
+      discard(attempt.rerun, &attempt.root);
+      on_device_.hash_returned();
       return storage;
     }
     try {
-      PagePtrs wanted;
-      {
-        Guard guard(*this);
-        if (page.residency() != Residency::Dropped) {
-          continue;  // somebody else made it, and it may have been swapped out again
-        }
-        root = page.current;
-        make_rerun(*this, *root, rerun, wanted);
+      if (run_once(page, attempt)) {
+        discard(attempt.rerun, &attempt.root);
+        return attempt.result;
       }
-      if (!wanted.empty()) {
-        discard(*this, rerun);
-        pin(*this, wanted, pins);
-        continue;
-      }
-      if (from_scratch && any_dropped) {
-        any_dropped = drop_starts(*this, rerun);
-        continue;  // with a rerun that starts further back; that may go in turn
-      }
-      if (from_scratch) {
-        std::stable_sort(rerun.ops.begin(), rerun.ops.end(),
-                         [](const auto& a, const auto& b) { return a->tick < b->tick; });
-      }
-      const int64_t limit = limit_bytes();
-      execute(*this, rerun, *root, /*installs=*/true, /*gives_up=*/!from_scratch && !hopeless_);
-      hopeless_ |= from_scratch && limit_bytes() > limit;
-      c10::Storage result = rerun.slots.at(root.get()).storage;
-      discard(*this, rerun, &root);
-      return result;
     } catch (const ShortOfRoom&) {
-      discard(*this, rerun);
-      from_scratch = true;
+      discard(attempt.rerun);
+      attempt.from_scratch = true;
     } catch (const Different& different) {
-      Guard guard(*this);
-      ++counters_.mismatches;
-      if (!retried && !rerun.shortcuts.empty()) {
-        retried = true;  // without them
-        for (const uint64_t key : rerun.shortcuts) {
-          shortcut_holds_[key] = false;
-          ++counters_.shortcut_failures;
-        }
-        rerun.shortcuts.clear();
-        guard.unlock();
-        discard(*this, rerun, &root);
-        guard.lock();
-        continue;
-      }
-      const std::string text = mismatch_text(*different.page, rerun.ops);
-      lose_trust(rerun.ops);
-      guard.unlock();
-      discard(*this, rerun, &root);
-      throw RecomputeMismatchError(text);
+      give_up(attempt, *different.page);
     } catch (const RecomputeMismatchError&) {  // an op says itself that it did not repeat
       {
-        Guard guard(*this);
+        Guard guard(lock_);
         ++counters_.mismatches;
-        lose_trust(rerun.ops);
+        evidence_.lose_trust(attempt.rerun.ops);
       }
-      discard(*this, rerun, &root);
+      discard(attempt.rerun, &attempt.root);
       throw;
     } catch (...) {
-      discard(*this, rerun, &root);
+      discard(attempt.rerun, &attempt.root);
       throw;
     }
   }
 }
 
-// Makes the value of a resident page again and compares, bit by bit, it and whatever else is there
-// of what uncertain ops made on the way. A verdict is for one output of one op; one failure is for
-// good.
-bool Session::audit(Page& page) {
-  struct Verdict {
-    uint64_t key;
-    bool compared;
-    bool equal;
-  };
+// False: once more, for what there is has changed.
+bool Replay::run_once(Page& page, Attempt& attempt) {
+  Rerun& rerun = attempt.rerun;
+  PagePtrs wanted;
+  {
+    Guard guard(lock_);
+    if (page.residency() != Residency::Dropped) {
+      return false;  // somebody else made it, and it may have been swapped out again
+    }
+    attempt.root = page.current;
+    make_rerun(*attempt.root, rerun, wanted);
+  }
+  if (!wanted.empty()) {
+    discard(rerun);
+    pin(wanted, attempt.pins);
+    return false;
+  }
+  if (attempt.from_scratch && attempt.any_dropped) {
+    attempt.any_dropped = drop_starts(rerun);
+    return false;  // with a rerun that starts further back; that may go in turn
+  }
+  if (attempt.from_scratch) {
+    std::stable_sort(rerun.ops.begin(), rerun.ops.end(),
+                     [](const auto& a, const auto& b) { return a->tick < b->tick; });
+  }
+  const int64_t limit = account_.limit_bytes();
+  const bool gives_up = !attempt.from_scratch && !now_.hopeless;
+  execute(rerun, *attempt.root, /*installs=*/true, gives_up);
+  now_.hopeless |= attempt.from_scratch && account_.limit_bytes() > limit;
+  attempt.result = rerun.slots.at(attempt.root.get()).storage;
+  return true;
+}
+
+// What was made again differs from what went. Raises, unless shortcuts were taken: without them it
+// may be as it went.
+void Replay::give_up(Attempt& attempt, const Page& different) {
+  Rerun& rerun = attempt.rerun;
+  std::string text;
+  {
+    Guard guard(lock_);
+    ++counters_.mismatches;
+    if (!attempt.without_shortcuts && !rerun.shortcuts.empty()) {
+      attempt.without_shortcuts = true;
+      runner_.give_up_shortcuts(rerun.shortcuts);
+      rerun.shortcuts.clear();
+    } else {
+      text = mismatch_text(different, rerun.ops);
+      evidence_.lose_trust(rerun.ops);
+    }
+  }
+  discard(rerun, &attempt.root);
+  tell(text);
+}
+
+// ---------------------------------------------------------------- audit
+
+struct Replay::Verdict {
+  uint64_t key;
+  bool compared;
+  bool equal;
+};
+
+bool Replay::audit(Page& page) {
   Rerun rerun;
   Pins pins;
   c10::intrusive_ptr<Value> root;
@@ -452,20 +441,20 @@ bool Session::audit(Page& page) {
   Shield shield;  // what a signal handler raises inside of an op says nothing of the op
   std::vector<Verdict> verdicts;
   const auto inspect = [&](const OpRecord& op, const std::vector<c10::Storage>& made) {
-    if (is_certain(op)) {
+    if (recipes_.is_certain(op)) {
       return;
     }
     for (size_t i = 0; i < made.size(); ++i) {
       c10::Storage original;
       uint64_t key = 0;
       {
-        Guard guard(*this);
+        Guard guard(lock_);
         const Value* value = op.outputs[i].value;
         if (value == nullptr || !made[i]) {
           continue;
         }
         key = value->trust_key();
-        original = storage_there(*value);
+        original = tiers_.storage_there(*value);
       }
       verdicts.push_back(
           {key, static_cast<bool>(original), original && same_bytes(made[i], original)});
@@ -475,22 +464,22 @@ bool Session::audit(Page& page) {
     for (;;) {
       PagePtrs wanted;
       {
-        Guard guard(*this);
+        Guard guard(lock_);
         if (page.residency() != Residency::Resident || !page.current->producer) {
           return false;
         }
         root = page.current;
         kept = page.strong;
-        make_rerun(*this, *root, rerun, wanted);
+        make_rerun(*root, rerun, wanted);
       }
       if (wanted.empty()) {
         break;
       }
-      discard(*this, rerun);
-      pin(*this, wanted, pins);
+      discard(rerun);
+      pin(wanted, pins);
     }
-    equal = same_bytes(
-        execute(*this, rerun, *root, /*installs=*/false, /*gives_up=*/false, inspect), kept);
+    equal =
+        same_bytes(execute(rerun, *root, /*installs=*/false, /*gives_up=*/false, inspect), kept);
     ran = true;
   } catch (const std::exception&) {
     equal = false;
@@ -498,27 +487,23 @@ bool Session::audit(Page& page) {
   if (!ran) {
     verdicts.clear();  // no room, most likely: nothing was shown
   }
-  {
-    Guard guard(*this);
-    ++counters_.audits;
-    counters_.audit_failures += equal ? 0 : 1;
-    const auto judge = [&](uint64_t key, bool good) {
-      if (good) {
-        trusted_.insert(key);
-      } else if (distrusted_.insert(key).second) {
-        ++anchor_epoch_;  // recipes that were checked before may go through it
-      }
-    };
-    for (const auto& verdict : verdicts) {
-      // What could not be compared itself stands or falls with what was made from it.
-      judge(verdict.key, verdict.compared ? verdict.equal : equal);
-    }
-    if (ran && !equal) {
-      judge(root->trust_key(), false);
-    }
-  }
-  discard(*this, rerun, &root);
+  note_audit(verdicts, *root, ran, equal);
+  discard(rerun, &root);
   return equal;
+}
+
+void Replay::note_audit(const std::vector<Verdict>& verdicts, const Value& root, bool ran,
+                        bool equal) {
+  Guard guard(lock_);
+  ++counters_.audits;
+  counters_.audit_failures += equal ? 0 : 1;
+  for (const auto& verdict : verdicts) {
+    // What could not be compared itself stands or falls with what was made from it.
+    evidence_.note_audit(verdict.key, verdict.compared ? verdict.equal : equal);
+  }
+  if (ran && !equal) {
+    evidence_.note_audit(root.trust_key(), false);
+  }
 }
 
 }  // namespace delta

@@ -1,12 +1,15 @@
-// One op of a rerun: its arguments put together, its surroundings set, and what it makes taken.
+#include "rebuild/run_op.h"
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+#include <array>
 #include <functional>
+#include <optional>
 
 #include "rebuild/quiet.h"
 #include "rebuild/replay_thread.h"
-#include "rebuild/rerun.h"
 #include "rebuild/shortcuts.h"
 #include "util/errors.h"
 #include "util/python_random.h"
@@ -70,60 +73,6 @@ uint8_t told_its_dtype(const OpRecord& op, torch::jit::Stack& stack) {
   return needs & static_cast<uint8_t>(~kNeedsDefaultDtype);
 }
 
-// How an op is run again: as it ran before, or by a shortcut.
-struct Way {
-  const Shortcut* shortcut = nullptr;
-  std::array<c10::Storage, 2> given;
-  uint64_t key = 0;  // of the verdict
-  bool tried = false;
-};
-
-// The shortcut that may be taken, or has to be tried first.
-Way way_of(Session& session, const OpRecord& op, Rerun& rerun) {
-  Way way;
-  const Shortcut* shortcut = op.device.is_cpu() ? op.info->shortcut : nullptr;
-  if (shortcut == nullptr) {
-    return way;
-  }
-  Session::Guard guard(session);
-  const c10::ArrayRef<const c10::IValue> numbers(op.arguments.data(), op.arguments.size());
-  bool wanted = false;
-  size_t found = 0;
-  for (const auto& out : op.outputs) {
-    if (out.value == nullptr) {
-      continue;
-    }
-    if (out.position == 0) {
-      wanted = true;
-      way.key = mix_numbers(out.value->trust_key(), numbers);
-      for (const auto& ref : op.inputs) {
-        way.key = mix(way.key, static_cast<uint64_t>(c10::typeMetaToScalarType(ref.view.dtype)));
-        for (const auto stride : ref.view.geometry.strides_arrayref()) {
-          way.key = mix(way.key, static_cast<uint64_t>(stride));
-        }
-      }
-    }
-    for (size_t i = 0; i < way.given.size(); ++i) {
-      if (out.position == shortcut->given[i] && !out.is_argument) {
-        const auto slot = rerun.slots.find(out.value);
-        if (slot != rerun.slots.end() && slot->second.uses > 0 && !slot->second.storage) {
-          return {};  // to be made by this rerun: an audit of a value that is there
-        }
-        way.given[i] = session.storage_there(*out.value);
-        found += way.given[i] ? 1 : 0;
-      }
-    }
-  }
-  const auto needed = static_cast<size_t>(
-      std::count_if(shortcut->given.begin(), shortcut->given.end(), [](int i) { return i >= 0; }));
-  const auto verdict = session.shortcut_holds_.find(way.key);
-  way.tried = verdict != session.shortcut_holds_.end();
-  if (wanted && found == needed && (!way.tried || verdict->second)) {
-    way.shortcut = shortcut;
-  }
-  return way;
-}
-
 // Storages for what the op writes: its own where nothing else needs the old content, else copies.
 ska::flat_hash_map<Value*, c10::Storage> buffers_of(OpRecord& op, Rerun& rerun) {
   struct Need {
@@ -167,11 +116,10 @@ ska::flat_hash_map<Value*, c10::Storage> buffers_of(OpRecord& op, Rerun& rerun) 
   return buffers;
 }
 
-// Runs one op of the rerun. Returns the storages of its outputs, in the order of op.outputs; a
-// shortcut (which is taken out of `way` where it does not apply) leaves those empty that it was
-// given.
-std::vector<c10::Storage> run(OpRecord& op, Rerun& rerun, Way& way) {
-  const auto buffers = buffers_of(op, rerun);
+// The arguments of the op, with its tensors over what is in the slots, or over `buffers` where it
+// writes to them.
+torch::jit::Stack arguments_of(const OpRecord& op, const Rerun& rerun,
+                               const ska::flat_hash_map<Value*, c10::Storage>& buffers) {
   torch::jit::Stack stack;
   stack.reserve(op.arguments.size());
   for (const auto& x : op.arguments) {
@@ -213,6 +161,34 @@ std::vector<c10::Storage> run(OpRecord& op, Rerun& rerun, Way& way) {
       }
     }
   }
+  return stack;
+}
+
+// The storages of what the op has returned and written.
+std::vector<c10::Storage> storages_of(const OpRecord& op, const torch::jit::Stack& written,
+                                      const torch::jit::Stack& returned, bool some_are_given) {
+  std::vector<c10::Storage> made(op.outputs.size());
+  for (size_t i = 0; i < op.outputs.size(); ++i) {
+    auto& out = op.outputs[i];
+    const auto& from = out.is_argument ? written[static_cast<size_t>(out.position)]
+                                       : returned[static_cast<size_t>(out.position)];
+    at::Tensor t = element(from, out.index);
+    if (some_are_given && !t.defined()) {
+      continue;
+    }
+    TORCH_CHECK(static_cast<int64_t>(t.storage().nbytes()) == out.bytes,
+                "delta_runtime: recomputing ", op.info->name, " made a storage of ",
+                t.storage().nbytes(), " bytes where the recorded one had ", out.bytes);
+    made[i] = t.storage();
+  }
+  return made;
+}
+
+// Runs one op of the rerun. Returns the storages of its outputs, in the order of op.outputs; a
+// shortcut (which is set to null where it does not apply) leaves those empty that it was given.
+std::vector<c10::Storage> run(OpRecord& op, Rerun& rerun, const Shortcut*& shortcut,
+                              const std::array<c10::Storage, 2>& given) {
+  torch::jit::Stack stack = arguments_of(op, rerun, buffers_of(op, rerun));
   torch::jit::Stack inputs;
   for (auto& out : op.outputs) {
     if (out.is_argument) {
@@ -223,18 +199,17 @@ std::vector<c10::Storage> run(OpRecord& op, Rerun& rerun, Way& way) {
   if (inputs.empty() || sabotage() != Sabotage::PreWriteValue) {
     const auto call = [&] {
       RecordedContext context(op, told_its_dtype(op, stack));
-      if (way.shortcut != nullptr && op.info->takes_generator() && !op.draws.empty()) {
+      if (shortcut != nullptr && op.info->takes_generator() && !op.draws.empty()) {
         stack[static_cast<size_t>(op.info->generator_argument)] = op.draws.front().before.clone();
       }
-      if (way.shortcut != nullptr &&
-          !(way.shortcut->applies(stack) && way.shortcut->proven(stack))) {
-        way.shortcut = nullptr;
+      if (shortcut != nullptr && !(shortcut->applies(stack) && shortcut->proven(stack))) {
+        shortcut = nullptr;
       }
-      if (way.shortcut != nullptr) {
-        way.shortcut->run(stack, way.given);
+      if (shortcut != nullptr) {
+        shortcut->run(stack, given);
         return;
       }
-      PythonRandomGuard python(op);
+      PythonRandomGuard python(!op.info->certain && sabotage() != Sabotage::PythonRandomMoves);
       run_with_draws(*op.info, op.draws, stack);
     };
     // On an accelerator the streams of the calling thread order what runs.
@@ -248,67 +223,120 @@ std::vector<c10::Storage> run(OpRecord& op, Rerun& rerun, Way& way) {
   } else {
     stack.assign(op.info->n_returns, c10::IValue());  // the in-place op is left out
   }
-  std::vector<c10::Storage> made(op.outputs.size());
-  for (size_t i = 0; i < op.outputs.size(); ++i) {
-    auto& out = op.outputs[i];
-    const auto& from = out.is_argument ? inputs[static_cast<size_t>(out.position)]
-                                       : stack[static_cast<size_t>(out.position)];
-    at::Tensor t = element(from, out.index);
-    if (way.shortcut != nullptr && !t.defined()) {
-      continue;
-    }
-    TORCH_CHECK(static_cast<int64_t>(t.storage().nbytes()) == out.bytes,
-                "delta_runtime: recomputing ", op.info->name, " made a storage of ",
-                t.storage().nbytes(), " bytes where the recorded one had ", out.bytes);
-    made[i] = t.storage();
-  }
-  return made;
+  return storages_of(op, inputs, stack, shortcut != nullptr);
+}
+
+std::vector<c10::Storage> run_whole(OpRecord& op, Rerun& rerun) {
+  const Shortcut* none = nullptr;
+  return run(op, rerun, none, {});
 }
 
 constexpr size_t kMostVerdicts = 65536;  // numbers that change with each step are not kept forever
 
 }  // namespace
 
-std::vector<c10::Storage> make_outputs(Session& session, OpRecord& op, Rerun& rerun,
-                                       double& seconds) {
-  Way way = way_of(session, op, rerun);
-  Way whole;
-  auto begin = std::chrono::steady_clock::now();
-  const bool trial = way.shortcut != nullptr && !way.tried;
-  if (!trial) {
-    std::vector<c10::Storage> made;
-    try {
-      made = run(op, rerun, way);
-    } catch (const std::exception&) {
-      if (way.shortcut == nullptr) {
-        throw;
-      }
-      way.shortcut = nullptr;
-      made = run(op, rerun, whole);
-    }
-    seconds = seconds_since(begin);
-    Session::Guard guard(session);
-    if (way.shortcut != nullptr) {
-      ++session.counters_.shortcuts;
-      rerun.shortcuts.push_back(way.key);
-    }
-    return made;
+// How an op is run again: as it ran before, or by a shortcut.
+struct OpRunner::Way {
+  const Shortcut* shortcut = nullptr;
+  std::array<c10::Storage, 2> given;
+  uint64_t key = 0;  // of the verdict
+  bool tried = false;
+};
+
+// The shortcut that may be taken, or has to be tried first.
+OpRunner::Way OpRunner::way_of(const OpRecord& op, Rerun& rerun) {
+  Way way;
+  const Shortcut* shortcut = op.device.is_cpu() ? op.info->shortcut : nullptr;
+  if (shortcut == nullptr) {
+    return way;
   }
-  // One after the other, and hashes compared, so that it needs no more room than the op itself.
+  Guard guard(lock_);
+  const c10::ArrayRef<const c10::IValue> numbers(op.arguments.data(), op.arguments.size());
+  bool wanted = false;
+  size_t found = 0;
+  for (const auto& out : op.outputs) {
+    if (out.value == nullptr) {
+      continue;
+    }
+    if (out.position == 0) {
+      wanted = true;
+      way.key = mix_numbers(out.value->trust_key(), numbers);
+      for (const auto& ref : op.inputs) {
+        way.key = mix(way.key, static_cast<uint64_t>(c10::typeMetaToScalarType(ref.view.dtype)));
+        for (const auto stride : ref.view.geometry.strides_arrayref()) {
+          way.key = mix(way.key, static_cast<uint64_t>(stride));
+        }
+      }
+    }
+    for (size_t i = 0; i < way.given.size(); ++i) {
+      if (out.position == shortcut->given[i] && !out.is_argument) {
+        const auto slot = rerun.slots.find(out.value);
+        if (slot != rerun.slots.end() && slot->second.uses > 0 && !slot->second.storage) {
+          return {};  // to be made by this rerun: an audit of a value that is there
+        }
+        way.given[i] = tiers_.storage_there(*out.value);
+        found += way.given[i] ? 1 : 0;
+      }
+    }
+  }
+  const auto needed = static_cast<size_t>(
+      std::count_if(shortcut->given.begin(), shortcut->given.end(), [](int i) { return i >= 0; }));
+  const auto verdict = shortcut_holds_.find(way.key);
+  way.tried = verdict != shortcut_holds_.end();
+  if (wanted && found == needed && (!way.tried || verdict->second)) {
+    way.shortcut = shortcut;
+  }
+  return way;
+}
+
+std::vector<c10::Storage> OpRunner::make_outputs(OpRecord& op, Rerun& rerun, double& seconds) {
+  Way way = way_of(op, rerun);
+  const bool trial = way.shortcut != nullptr && !way.tried;
+  return trial ? try_shortcut(op, rerun, way, seconds) : run_known(op, rerun, way, seconds);
+}
+
+// Nothing has to be tried.
+std::vector<c10::Storage> OpRunner::run_known(OpRecord& op, Rerun& rerun, Way& way,
+                                              double& seconds) {
+  const auto begin = std::chrono::steady_clock::now();
+  std::vector<c10::Storage> made;
+  try {
+    made = run(op, rerun, way.shortcut, way.given);
+  } catch (const std::exception&) {
+    if (way.shortcut == nullptr) {
+      throw;
+    }
+    way.shortcut = nullptr;
+    made = run_whole(op, rerun);
+  }
+  seconds = seconds_since(begin);
+  Guard guard(lock_);
+  if (way.shortcut != nullptr) {
+    ++counters_.shortcuts;
+    rerun.shortcuts.push_back(way.key);
+  }
+  return made;
+}
+
+// By the shortcut and as it ran before, one after the other, with hashes compared, so that it needs
+// no more room than the op itself.
+std::vector<c10::Storage> OpRunner::try_shortcut(OpRecord& op, Rerun& rerun, Way& way,
+                                                 double& seconds) {
+  auto begin = std::chrono::steady_clock::now();
   std::vector<Hash128> hashes(op.outputs.size());
-  const auto hash_of = [](const c10::Storage& storage) {
-    return delta::hash_of(storage.data(), static_cast<int64_t>(storage.nbytes()));
+  const auto hash = [](const c10::Storage& storage) {
+    return hash_of(storage.data(), static_cast<int64_t>(storage.nbytes()));
   };
   std::vector<bool> compared(op.outputs.size());
   bool holds = false;
   bool decided = true;
   double shortcut_s = 0;
   try {
-    auto made = run(op, rerun, way);
+    auto made = run(op, rerun, way.shortcut, way.given);
     shortcut_s = seconds_since(begin);
     for (size_t i = 0; i < made.size(); ++i) {
       if (made[i]) {
-        hashes[i] = hash_of(made[i]);
+        hashes[i] = hash(made[i]);
         compared[i] = holds = true;
       }
     }
@@ -323,26 +351,37 @@ std::vector<c10::Storage> make_outputs(Session& session, OpRecord& op, Rerun& re
     holds = false;
   }
   begin = std::chrono::steady_clock::now();
-  auto made = run(op, rerun, whole);
+  auto made = run_whole(op, rerun);
   seconds = seconds_since(begin);
   for (size_t i = 0; i < made.size(); ++i) {
     if (compared[i]) {
-      const Hash128 hash = hash_of(made[i]);
-      holds &= hash == hashes[i];
+      const Hash128 whole = hash(made[i]);
+      holds &= whole == hashes[i];
     }
   }
   if (holds) {
     seconds = shortcut_s;
   }
-  Session::Guard guard(session);
   if (decided) {
-    if (session.shortcut_holds_.size() >= kMostVerdicts) {
-      session.shortcut_holds_.clear();
-    }
-    session.shortcut_holds_[way.key] = holds;
-    session.counters_.shortcut_failures += holds || way.shortcut == nullptr ? 0 : 1;
+    note_trial(way, holds);
   }
   return made;
+}
+
+void OpRunner::note_trial(const Way& way, bool holds) {
+  Guard guard(lock_);
+  if (shortcut_holds_.size() >= kMostVerdicts) {
+    shortcut_holds_.clear();
+  }
+  shortcut_holds_[way.key] = holds;
+  counters_.shortcut_failures += holds || way.shortcut == nullptr ? 0 : 1;
+}
+
+void OpRunner::give_up_shortcuts(const std::vector<uint64_t>& keys) {
+  for (const uint64_t key : keys) {
+    shortcut_holds_[key] = false;
+    ++counters_.shortcut_failures;
+  }
 }
 
 }  // namespace delta

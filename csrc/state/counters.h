@@ -16,6 +16,7 @@ enum class KeptReason : int32_t {
   Unknown,  // never seen by the recorder
   Count,
 };
+
 struct Counters {
   int64_t ops = 0;
   int64_t packs = 0;
@@ -77,7 +78,8 @@ struct Levels {
   int64_t managed_pages = 0;
   int64_t managed_resident_bytes = 0;
   int64_t dropped_now_bytes = 0;
-  int64_t swapped_now_bytes = 0;
+  int64_t swapped_now_bytes = 0;  // whose only copy is in a tier below
+  int64_t swapping_in_bytes = 0;
   int64_t uncounted_bytes = 0;
   int64_t step_peak_bytes = 0;
 };

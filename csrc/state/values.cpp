@@ -4,8 +4,11 @@
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/COW.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
+
+#include "util/streams.h"
 
 namespace delta {
 namespace {
@@ -89,6 +92,17 @@ c10::intrusive_ptr<Value> make_source(int64_t bytes) {
   return value;
 }
 
+bool Value::is_alive() const {
+  return home != nullptr && home->residency() == Residency::Resident &&
+         (home->strong || !home->weak.expired());
+}
+
+bool Value::lies_in(const c10::StorageImpl& storage) const {
+  return !watched ||
+         hash_of(storage.data(),
+                 std::min<int64_t>(bytes, static_cast<int64_t>(storage.nbytes()))) == hash;
+}
+
 namespace {
 
 // The moves that there are. A page that is lost stays so: nothing has its bytes, or can make them.
@@ -153,6 +167,34 @@ bool Page::lies_over(const void* other, int64_t other_bytes) const {
   const auto* second = static_cast<const char*>(other);
   return first != nullptr && second != nullptr && first < second + other_bytes &&
          second < first + bytes && residency_ == Residency::Resident && !weak.expired();
+}
+
+bool Page::was_moved(const c10::StorageImpl& storage) const {
+  const bool unknown = data == nullptr && bytes > 0;  // see look_at
+  if (unknown || (storage.data() == data && static_cast<int64_t>(storage.nbytes()) == bytes)) {
+    return false;
+  }
+  return sabotage() != Sabotage::ResizesUnseen;
+}
+
+bool Page::content_unchanged() const {
+  return versions.unchanged() || sabotage() == Sabotage::AliasVersionsUnseen;
+}
+
+bool Page::is_alone() const {
+  const bool flying = below.copy && below.copy->transfer->device;
+  return strong.use_count() == (flying ? 2 : 1);
+}
+
+// Memory goes back to the stream that it was allocated on, at once. Nobody knows how far another
+// stream is that uses it too, so such a page stays until autograd lets it go.
+void Page::note_stream(c10::Device device) {
+  if (device.is_cpu()) {
+    return;
+  }
+  const c10::StreamId current_stream = current_stream_id(device);
+  many_streams |= stream != kNoStream && stream != current_stream;
+  stream = current_stream;
 }
 
 namespace {

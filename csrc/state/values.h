@@ -11,13 +11,11 @@
 //  4. The weak reference keeps the StorageImpl's address from being used again, so a page is found
 //     by address.
 //  5. A value may be *watched*: a hash of its content was taken when it was made or first seen, and
-//  is
-//     compared at each recorded read. What is watched: memory that others can write to unseen
+//     is compared at each recorded read. What is watched: memory that others can write to unseen
 //     (foreign, or handed out as a numpy array), and what factories made (zeros() is often filled
 //     by code that the dispatcher does not see).
-//  6. All of this is guarded by the session's mutex. Whatever may run foreign code when it dies
-//     (storages, kept arguments) is moved to the thread's trash and dies after the mutex was
-//     released.
+//  6. All of this is guarded by the session's lock. Whatever may run foreign code when it dies
+//     (storages, kept arguments) is moved to the thread's trash and dies after the unlock.
 #pragma once
 
 #include <ATen/Tensor.h>
@@ -101,7 +99,7 @@ Trash& thread_trash();
 int64_t live_records();
 
 struct Value : c10::intrusive_ptr_target, Pooled<Value> {
-  int64_t key = -1;   // position in its step's order of produced values; see Session::key_of
+  int64_t key = -1;   // position in its step's order of produced values; see Progress::key_of
   int64_t step = -1;  // that it was produced in; -1: a source
   uint64_t fingerprint = 0;
   int64_t bytes = 0;
@@ -137,7 +135,11 @@ struct Value : c10::intrusive_ptr_target, Pooled<Value> {
     anchor = std::move(storage);
     anchor_data = anchor.data();
   }
+  bool is_alive() const;  // whether some storage has its content now, as far as is recorded
+  // Whether the bytes are those that the value was watched with; they are if it is not watched.
+  bool lies_in(const c10::StorageImpl& storage) const;
 };
+using ToClone = std::vector<c10::intrusive_ptr<Value>>;  // sources, before they are written to
 
 struct ArgumentRef {
   c10::intrusive_ptr<Value> value;
@@ -168,9 +170,9 @@ struct OpRecord : c10::intrusive_ptr_target, Pooled<OpRecord> {
   float seconds = 0;
   int64_t watermark_bytes = 0;
   int64_t tick = 0;          // of the session, when the op ran
-  uint64_t walk = 0;         // the last Session::walk_ that came by its inputs
+  uint64_t walk = 0;         // the last walk of Recipes that came by its inputs
   bool in_reach = false;     // whether all of them were there then, or could be made
-  uint32_t anchored_in = 0;  // the Session::anchor_epoch_ in which its recipe was anchored last
+  uint32_t anchored_in = 0;  // the epoch of Sources in which its recipe was anchored last
   uint32_t thread = 0;       // that it ran on: see replay_thread.h
   c10::Device device{c10::kCPU};
   bool grad_mode = false;
@@ -199,7 +201,7 @@ enum class Exit : int8_t { Drop = 0, Swap = 1 };
 
 // The bytes of a page in a tier below the device, or on the way there.
 struct SwapCopy : c10::intrusive_ptr_target {
-  size_t tier = 0;  // index into Session::tiers_
+  size_t tier = 0;  // index into the session's tiers, nearest first
   std::shared_ptr<Block> block;
   TransferPtr transfer;
   uint64_t epoch = 0;  // the page's, when the copy began
@@ -211,10 +213,10 @@ using ReturnOrder = std::pair<int64_t, int64_t>;  // ticks: of the copy back, of
 struct Outside {
   bool unguarded = false;      // others may write to the page's memory unseen
   int32_t loans = 0;           // arrays that it is unguarded for; 0: it is so for good, if it is
-  bool listed = false;         // it is in Session::foreign_
+  bool listed = false;         // it is in PageTable's list of foreign pages
   bool unread = false;         // no op has used it yet: it is neither charged nor watched
   bool has_aliases = false;    // there are pages of other storages over the same memory
-  bool dear_to_watch = false;  // see Session::note_look
+  bool dear_to_watch = false;  // see OutsideMemory::note_look
   int64_t looked_in_vain_bytes = 0;
 };
 
@@ -240,9 +242,9 @@ struct Went {
 struct Below {
   c10::intrusive_ptr<SwapCopy> copy;
   bool clean_at_once = true;  // nobody had to wait for the copy
-  int64_t refused_at = -1;    // Session::returns() when no tier had room for it
+  int64_t refused_at = -1;    // SwapTiers::returns() when no tier had room for it
   int64_t prefetch_at = -1;   // tick at which it is to come back; -1: not planned
-  ReturnOrder order;          // its place in Session::swapped_
+  ReturnOrder order;          // its place among those that are swapped out
   bool fetching = false;      // somebody makes room for it
   bool prefetched = false;    // brought back before it was asked for, and not used since
   TransferPtr incoming;       // while SwappingIn
@@ -259,7 +261,7 @@ struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   Versions versions;
   const void* data = nullptr;        // where its bytes lay when its content was last looked at
   uint64_t epoch = 0;                // moves on with each new content
-  int64_t uncounted_bytes = 0;       // see Session::uncounted_bytes_
+  int64_t uncounted_bytes = 0;       // see Account::charge
   int64_t reason_step = -1;          // step in which its kept bytes were counted last
   c10::StreamId stream = kNoStream;  // of an accelerator, that it was made and used on
   bool many_streams = false;         // it was used on others too
@@ -290,6 +292,11 @@ struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   void take_version(const c10::VariableVersion& counter);  // as that of its content now
   void look_at(const c10::StorageImpl& storage);           // how many bytes it has, and where
   bool lies_over(const void* data, int64_t bytes) const;   // any of these
+  // Whether the storage's bytes lie elsewhere than they did, or are more or fewer.
+  bool was_moved(const c10::StorageImpl& storage) const;
+  bool content_unchanged() const;
+  bool is_alone() const;  // whether nobody but us, and a copy under way, holds its storage
+  void note_stream(c10::Device device);  // that is current: it uses the page
 
  private:
   Residency residency_ = Residency::Resident;

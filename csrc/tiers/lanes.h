@@ -20,18 +20,16 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
 
 #include "tiers/store.h"
+#include "util/streams.h"
 
 namespace delta {
 
 class Lane;
-
-constexpr c10::StreamId kNoStream = std::numeric_limits<c10::StreamId>::min();
 
 struct Transfer : c10::intrusive_ptr_target {
   enum class State : uint8_t { Queued, Running, Done, Cancelled, Failed };

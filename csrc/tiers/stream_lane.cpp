@@ -17,19 +17,6 @@
 
 namespace delta {
 
-c10::StreamId current_stream_id(c10::Device device) {
-  if (device.is_cpu()) {
-    return kNoStream;
-  }
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).id();
-}
-
-void order_after_stream(c10::Device device, c10::StreamId stream) {
-  c10::Event queued(device.type());
-  queued.record(c10::Stream(c10::Stream::UNSAFE, device, stream));
-  queued.block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-}
-
 StreamLane::StreamLane(c10::Device device)
     : device_(device),
       stream_(c10::impl::VirtualGuardImpl(device.type())

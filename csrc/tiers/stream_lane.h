@@ -46,10 +46,4 @@ class StreamLane : public Lane {
   std::deque<TransferPtr> queue_;
 };
 
-// The id of the stream that is current on this thread; kNoStream on devices without any.
-c10::StreamId current_stream_id(c10::Device device);
-
-// What the current stream does next comes after what `stream` has queued until now.
-void order_after_stream(c10::Device device, c10::StreamId stream);
-
 }  // namespace delta

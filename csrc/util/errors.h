@@ -1,6 +1,8 @@
 // Errors that bindings/errors.cpp turns into the Python classes of delta_runtime.core.errors.
 #pragma once
 
+#include <c10/util/python_stub.h>
+
 #include <stdexcept>
 #include <string>
 
@@ -27,6 +29,7 @@ struct SwapFailedError : std::runtime_error {
 struct BudgetPassed {
   virtual ~BudgetPassed() = default;
 };
+void set_budget_error(PyObject* type);  // Python's, which takes a message; held from then on
 [[noreturn]] void throw_budget_passed(const std::string& message);
 
 }  // namespace delta

@@ -7,18 +7,16 @@
 
 namespace delta {
 
-struct OpRecord;
-
 struct PythonRandom {
   std::function<std::shared_ptr<void>()> save;
   std::function<void(const std::shared_ptr<void>&)> restore;
 };
 void set_python_random(PythonRandom hooks);
 
-// Puts them back after an op that is not PyTorch's own.
+// Puts them back when it dies, if that is wanted.
 class PythonRandomGuard {
  public:
-  explicit PythonRandomGuard(const OpRecord& op);
+  explicit PythonRandomGuard(bool wanted);
   ~PythonRandomGuard();
   PythonRandomGuard(const PythonRandomGuard&) = delete;
   PythonRandomGuard& operator=(const PythonRandomGuard&) = delete;

@@ -72,7 +72,9 @@ class Evaluator:
         self.work_bytes = _work_bytes(graph, cover.recipes)
         self.parents = [parents.tolist() for parents in cover.recipes.parents]
         self.made_last_first = np.argsort(graph.saved, kind="stable")[::-1].tolist()
-        self.gone: list[int] = np.searchsorted(graph.op_tick, graph.released_at, side="right").tolist()
+        self.gone: list[int] = np.searchsorted(
+            graph.op_tick, graph.released_at, side="right"
+        ).tolist()
         uses = [
             (int(at), row)
             for row in range(len(graph.saved))

@@ -1,16 +1,17 @@
 """Reads the log of a step from the extension and makes a `StepGraph` of it.
 
-The row layouts are those of `LoggedOp` and `LoggedValue` in csrc/state/session.h.
+The row layouts are those of `LoggedOp` and `LoggedValue` in csrc/state/rows.h.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from delta_runtime.core.events import EVENT_DTYPE, EventKind, Events
-from delta_runtime.core.step_graph import StepGraph
+from delta_runtime.core.step_graph import Floats, Ints, StepGraph
 
 LOGGED_OP_DTYPE = np.dtype(
     [
@@ -63,58 +64,18 @@ def read_step_graph(session: Any, events: Events) -> StepGraph | None:
     names = session.logged_names()
     begin = session.step_begin_tick()
     ticks = int(session.tick()) - begin + 1
-
     value_op = np.zeros(len(values), dtype=np.int64)
     for op in np.flatnonzero(ops["n_outputs"]):
         first = ops["first_output"][op]
         value_op[first : first + ops["n_outputs"][op]] = op
-
-    kinds = events["kind"]
-    packed = events[(kinds == EventKind.PACKED) & (events["tick"] >= begin)]
-    packed = packed[(packed["key"] >= 0) & (packed["key"] < len(values))]
-    # What was written in place after it was saved (another part of its storage) is a later value by
-    # the time it is used.
-    page, page_row = np.unique(packed["page"], return_index=True)
-    page_key = packed["key"][page_row]
-    known = events[np.isin(kinds, _OF_A_VALUE) & np.isin(events["page"], page)]
-    known = known[(known["key"] >= 0) & (known["key"] < len(values)) & (known["tick"] >= begin)]
-    page_key[np.searchsorted(page, known["page"])] = known["key"]  # the last of a page wins
-    packed_key = page_key[np.searchsorted(page, packed["page"])]
-    # A value whose tickets all went and that was saved again has two pages; the first stands for both.
-    saved, first_rows = np.unique(packed_key, return_index=True)
-    order = np.argsort(first_rows, kind="stable")
-    saved, first_rows = saved[order], first_rows[order]
-    place = np.full(len(values), -1, dtype=np.int64)
-    place[saved] = np.arange(len(saved))
-
-    def ticks_of(kind: EventKind) -> tuple[Any, Any]:
-        rows = events[(kinds == kind) & (events["tick"] >= begin) & np.isin(events["page"], page)]
-        return place[page_key[np.searchsorted(page, rows["page"])]], rows["tick"] - begin
-
-    value_fingerprint = ops["fingerprint"][value_op]
-    replayed = events[(kinds == EventKind.REPLAYED) & (events["tick"] >= begin)]
-    replayed = replayed[(replayed["key"] >= 0) & (replayed["key"] < len(values))]
-    replay_seconds = np.full(len(ops), np.inf)
-    np.minimum.at(replay_seconds, value_op[replayed["key"]], replayed["seconds"])
-    replay_seconds[np.isinf(replay_seconds)] = np.nan
-
-    alone_at = np.full(len(saved), ticks, dtype=np.int64)
-    at, when = ticks_of(EventKind.ALONE)
-    alone_at[at] = when
-    released_at = np.full(len(saved), ticks, dtype=np.int64)
-    at, when = ticks_of(EventKind.RELEASED)
-    released_at[at] = when
-    at, when = ticks_of(EventKind.USED)
-    by_page = np.lexsort((when, at))
-    use_offsets = np.zeros(len(saved) + 1, dtype=np.int64)
-    np.cumsum(np.bincount(at, minlength=len(saved)), out=use_offsets[1:])
-
+    saved = _Saved.of(events[events["tick"] >= begin], begin, len(values))
+    use_offsets, uses = saved.uses()
     return StepGraph(
         fingerprint=int(session.fingerprint()),
         op_name=tuple(names.get(int(h), "?") for h in ops["name_hash"]),
         op_tick=ops["tick"] - begin,
         op_seconds=ops["seconds"].copy(),
-        op_replay_seconds=replay_seconds,
+        op_replay_seconds=_replay_seconds(saved.events, value_op, len(ops)),
         op_watermark_bytes=ops["watermark_bytes"].copy(),
         op_ordinary_bytes=ops["live_bytes"] + ops["dropped_bytes"],
         op_backward=ops["phase"] == 1,
@@ -123,15 +84,95 @@ def read_step_graph(session: Any, events: Events) -> StepGraph | None:
         inputs=inputs.copy(),
         value_op=value_op,
         value_bytes=values["bytes"].copy(),
-        value_fingerprint=value_fingerprint,
+        value_fingerprint=ops["fingerprint"][value_op],
         value_repeats=values["repeats"] != 0,
-        saved=saved.astype(np.int64),
-        saved_at=(packed["tick"][first_rows] - begin).astype(np.int64),
-        alone_at=alone_at,
-        released_at=released_at,
+        saved=saved.keys,
+        saved_at=saved.saved_at,
+        alone_at=saved.last_tick(EventKind.ALONE, ticks),
+        released_at=saved.last_tick(EventKind.RELEASED, ticks),
         use_offsets=use_offsets,
-        uses=when[by_page].astype(np.int64),
+        uses=uses,
         ticks=ticks,
         persistent_bytes=int(ops["live_bytes"][0]),
         cloned_bytes=int(session.cloned_bytes()),
     )
+
+
+def _replay_seconds(events: Events, value_op: Ints, n_ops: int) -> Floats:
+    """For each op the least seconds in which it ran again; nan where it did not."""
+    replayed = events[events["kind"] == EventKind.REPLAYED]
+    replayed = replayed[(replayed["key"] >= 0) & (replayed["key"] < len(value_op))]
+    seconds = np.full(n_ops, np.inf)
+    np.minimum.at(seconds, value_op[replayed["key"]], replayed["seconds"])
+    seconds[np.isinf(seconds)] = np.nan
+    return seconds
+
+
+@dataclass(frozen=True, eq=False)
+class _Saved:
+    """What events say of the values that a step saved.
+
+    Args:
+        events: of the step.
+        begin: its first tick.
+        keys: of the values, in the order in which they were saved.
+        saved_at: tick at which each was.
+        pages: the pages that they lay in, in order.
+        rows: the value of each page, as an index into `keys`.
+    """
+
+    events: Events
+    begin: int
+    keys: Ints
+    saved_at: Ints
+    pages: Ints
+    rows: Ints
+
+    @classmethod
+    def of(cls, events: Events, begin: int, n_values: int) -> _Saved:
+        kinds = events["kind"]
+        packed = events[kinds == EventKind.PACKED]
+        packed = packed[(packed["key"] >= 0) & (packed["key"] < n_values)]
+        # What was written in place after it was saved (another part of its storage) is a later value by
+        # the time it is used.
+        pages, page_row = np.unique(packed["page"], return_index=True)
+        page_key = packed["key"][page_row]
+        known = events[np.isin(kinds, _OF_A_VALUE) & np.isin(events["page"], pages)]
+        known = known[(known["key"] >= 0) & (known["key"] < n_values)]
+        page_key[np.searchsorted(pages, known["page"])] = known["key"]  # the last of a page wins
+        packed_key = page_key[np.searchsorted(pages, packed["page"])]
+        # A value whose tickets all went and that was saved again has two pages; the first stands for both.
+        keys, first_rows = np.unique(packed_key, return_index=True)
+        order = np.argsort(first_rows, kind="stable")
+        keys, first_rows = keys[order], first_rows[order]
+        place = np.full(n_values, -1, dtype=np.int64)
+        place[keys] = np.arange(len(keys))
+        return cls(
+            events=events,
+            begin=begin,
+            keys=keys.astype(np.int64),
+            saved_at=(packed["tick"][first_rows] - begin).astype(np.int64),
+            pages=pages,
+            rows=place[page_key],
+        )
+
+    def _ticks_of(self, kind: EventKind) -> tuple[Ints, Ints]:
+        """The value, and the tick within the step, of each event of a kind."""
+        is_one = (self.events["kind"] == kind) & np.isin(self.events["page"], self.pages)
+        rows = self.events[is_one]
+        ticks: Ints = rows["tick"] - self.begin
+        return self.rows[np.searchsorted(self.pages, rows["page"])], ticks
+
+    def last_tick(self, kind: EventKind, otherwise: int) -> Ints:
+        """For each value when an event of a kind came last; `otherwise` where none did."""
+        ticks = np.full(len(self.keys), otherwise, dtype=np.int64)
+        at, when = self._ticks_of(kind)
+        ticks[at] = when
+        return ticks
+
+    def uses(self) -> tuple[Ints, Ints]:
+        """The ticks at which autograd asked for each value: CSR offsets, and the ticks."""
+        at, when = self._ticks_of(EventKind.USED)
+        offsets = np.zeros(len(self.keys) + 1, dtype=np.int64)
+        np.cumsum(np.bincount(at, minlength=len(self.keys)), out=offsets[1:])
+        return offsets, when[np.lexsort((when, at))].astype(np.int64)

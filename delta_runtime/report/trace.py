@@ -32,7 +32,7 @@ TRACE_DTYPE = np.dtype(
         ("end_s", "<f8"),
     ]
 )
-"""One row of the extension's trace; `TraceRow` in csrc/state/session.h."""
+"""One row of the extension's trace; `TraceRow` in csrc/state/rows.h."""
 
 
 class TraceKind(enum.IntEnum):

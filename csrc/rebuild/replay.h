@@ -1,0 +1,82 @@
+// Rebuilding: runs the producing ops of a value again, bottom-up.
+//
+// Note: replay
+//  1. The rerun is made under the lock by an iterative walk from the value to what is there:
+//     resident pages, storages that live for other reasons, anchored sources. Holding their
+//     storages pins them.
+//  2. Each op of the rerun runs once. What it makes and what has tickets is installed in its page,
+//     the rest goes after its last use in the rerun.
+//  3. Ops run below autograd and without autocast, with the random numbers, flags, thread count,
+//     default dtype and grad mode that they were recorded with (random_draws.h, numeric_context.h);
+//     all of that is put back afterwards, also when an op throws.
+//  4. In-place ops run on copies, unless the rerun itself made the buffer and nothing else needs
+//     it.
+//  5. Room is made before each op; that only ever frees, it never starts another rebuild.
+//  6. What the rerun starts from is held from its begin on, needed yet or not. Without room beside
+//     that the rerun is given up: what it started from is dropped too, and all of it is made again
+//     in the order of the forward.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "evict/swap_in.h"
+#include "rebuild/run_op.h"
+
+namespace delta {
+
+// Without the session's lock.
+class Replay : public Part {
+ public:
+  Replay(SessionState& state, DeviceEvidence& on_device, Evidence& evidence, Recipes& recipes,
+         PlanTable& plans, SwapTiers& tiers, Eviction& eviction, SwapIn& swap_in)
+      : Part(state),
+        on_device_(on_device),
+        evidence_(evidence),
+        recipes_(recipes),
+        plans_(plans),
+        tiers_(tiers),
+        eviction_(eviction),
+        swap_in_(swap_in),
+        runner_(state, tiers) {}
+
+  // Returns the storage of the page, which pins it, however its bytes come back.
+  c10::Storage rebuild(Page& page);
+  // Makes the value of a resident page again and compares, bit by bit, it and whatever else is
+  // there of what uncertain ops made on the way. A verdict is for one output of one op; one failure
+  // is for good.
+  bool audit(Page& page);
+
+ private:
+  using PagePtrs = std::vector<c10::intrusive_ptr<Page>>;
+  using Pins = std::vector<c10::Storage>;
+  using Inspect = std::function<void(const OpRecord&, const std::vector<c10::Storage>&)>;
+  struct Verdict;
+  struct Attempt;
+
+  void make_rerun(Value& root, Rerun& rerun, PagePtrs& wanted);
+  bool fetch(Value& v, const Value& root, Rerun& rerun, PagePtrs& wanted);
+  void install(Rerun& rerun, Page& page, const c10::Storage& storage, double seconds);
+  c10::Storage execute(Rerun& rerun, Value& root, bool installs, bool gives_up,
+                       const Inspect& inspect = nullptr);
+  void take_outputs(Rerun& rerun, const OpRecord& op, std::vector<c10::Storage>& made,
+                    bool installs, double seconds);
+  double stalled_s();
+  void discard(Rerun& rerun, c10::intrusive_ptr<Value>* root = nullptr);
+  bool drop_starts(Rerun& rerun);
+  void pin(PagePtrs& pages, Pins& pins);
+  bool run_once(Page& page, Attempt& attempt);
+  void give_up(Attempt& attempt, const Page& different);
+  void note_audit(const std::vector<Verdict>& verdicts, const Value& root, bool ran, bool equal);
+
+  DeviceEvidence& on_device_;
+  Evidence& evidence_;
+  Recipes& recipes_;
+  PlanTable& plans_;
+  SwapTiers& tiers_;
+  Eviction& eviction_;
+  SwapIn& swap_in_;
+  OpRunner runner_;
+};
+
+}  // namespace delta

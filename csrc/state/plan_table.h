@@ -1,0 +1,47 @@
+// The plans of the steps that are known, and the weights and ways out that pages have by them or by
+// a policy.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "state/plan.h"
+#include "state/session_state.h"
+
+namespace delta {
+
+// Under the session's lock, but for the settings.
+class PlanTable : public Part {
+ public:
+  explicit PlanTable(SessionState& state) : Part(state) {}
+
+  void set_plans(const std::vector<std::shared_ptr<Plan>>& plans);  // latest first
+  void begin_step();
+  bool following() const { return plan_ != nullptr; }  // whether this step goes by one
+  // Gives a page what the plan of this step says of it; false: no plan knows it.
+  bool attach(Page& page);
+  int64_t next_use_of(Page& page) const;  // a tick; -1: unknown
+
+  // By a policy, where there is no plan. `seconds_in` is what copying the page back takes.
+  void set_default_weight(DefaultWeight which) { default_weight_ = which; }
+  void set_distance(Distance which) { distance_ = which; }
+  double default_weight(const Page& page) const;
+  Exit default_exit(const Page& page, double seconds_in) const;
+  // How far away the next use of a page is, in ticks, as far as the policy wants to know. Where no
+  // plan tells: backward asks in the order opposite to that in which forward saved, so from the
+  // page that was asked for last, those saved long before it are far, and those saved after it are
+  // done.
+  int64_t distance_of(Page& page) const;
+  void publish(const std::vector<int64_t>& ids, const std::vector<double>& weights,
+               const std::vector<int8_t>& exits);
+
+ private:
+  void follow(Page& page);
+
+  std::vector<std::shared_ptr<const Plan>> plans_;
+  const Plan* plan_ = nullptr;  // that this step follows
+  Distance distance_ = Distance::None;
+  DefaultWeight default_weight_ = DefaultWeight::SecondsPerByte;
+};
+
+}  // namespace delta
