@@ -54,16 +54,16 @@ class AffordablePeak:
     """The search for one graph: by halves, from above, as plans that fit are made quickly.
 
     Args:
-        kept_bytes: what is kept to now; no peak below that is looked for.
+        limit_bytes: what is kept to now; no peak below that is looked for.
         graph: the recorded step.
         make_plan: makes a plan of a graph for so many bytes.
-        hopeless: whether it is known that nothing will do for `kept_bytes`.
+        hopeless: whether it is known that nothing will do for `limit_bytes`.
         share: of what lies between that and the ordinary peak, as long as nothing was tried.
     """
 
     def __init__(
         self,
-        kept_bytes: int,
+        limit_bytes: int,
         graph: StepGraph,
         make_plan: MakePlan,
         *,
@@ -71,11 +71,11 @@ class AffordablePeak:
         share: float = 0.5,
     ) -> None:
         self._make_plan = make_plan
-        self._lowest_bytes = kept_bytes
-        self._highest_bytes = max(graph.peak_bytes, kept_bytes)
-        self._too_low_bytes = kept_bytes if hopeless else kept_bytes - 1
+        self._lowest_bytes = limit_bytes
+        self._highest_bytes = max(graph.peak_bytes, limit_bytes)
+        self._too_low_bytes = limit_bytes if hopeless else limit_bytes - 1
         self._tried = False
-        self.peak_bytes = kept_bytes + int(share * (self._highest_bytes - kept_bytes))
+        self.peak_bytes = limit_bytes + int(share * (self._highest_bytes - limit_bytes))
         """The least that is known to be affordable; a guess as long as nothing was tried."""
         self.plan: Plan | None = None
         """For that; None where nothing has to leave."""

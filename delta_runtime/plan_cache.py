@@ -148,7 +148,7 @@ class PlanCache:
         self._last: StepCost | None = None
         self._passed = 0  # whole steps in a row that passed the budget
         self._yielded = False
-        self._kept_bytes = 0  # for steps whose graph is not known
+        self._limit_bytes = 0  # for steps whose graph is not known
         self._dear = 0  # of these in a row, how many took too long
         self._out_of_date = False  # the next step is to be recorded once more
         self._asked = 0  # times that it was; each time twice as many steps have to pass
@@ -222,12 +222,12 @@ class PlanCache:
             and not _moved(known.graph, cost.begin_bytes)
         )
 
-    def kept_bytes(self, budget_bytes: int) -> int:
+    def limit_bytes(self, budget_bytes: int) -> int:
         """What the next step is to keep to: the budget, or a higher peak where it was given up."""
         if not self._yielded:
             return budget_bytes
         reliefs = [known.relief.peak_bytes for known in self._known.values() if known.relief]
-        return max(budget_bytes, self._kept_bytes, *reliefs)
+        return max(budget_bytes, self._limit_bytes, *reliefs)
 
     def saw(self, cost: StepCost) -> None:
         """Take in what a step came to, before its record if there is one."""
@@ -278,9 +278,9 @@ class PlanCache:
         while len(self._known) > MOST_GRAPHS:
             _, forgotten = self._known.popitem(last=False)
             if forgotten.relief is not None:
-                self._kept_bytes = max(self._kept_bytes, forgotten.relief.peak_bytes)
+                self._limit_bytes = max(self._limit_bytes, forgotten.relief.peak_bytes)
         self._yield_if_hopeless(known, budget_bytes)
-        self._improve(known, self.kept_bytes(budget_bytes), links, recorded=True)
+        self._improve(known, self.limit_bytes(budget_bytes), links, recorded=True)
         return graph
 
     def tend(self, budget_bytes: int, links: Links | None = None) -> bool:
@@ -292,20 +292,20 @@ class PlanCache:
         cost = self._last
         known = self._of(cost) if cost is not None else None
         plans = [each.plan for each in self._known.values()]
-        kept_bytes = self.kept_bytes(budget_bytes)
+        limit_bytes = self.limit_bytes(budget_bytes)
         if cost is not None:
             self._yield_if_hopeless(known, budget_bytes)
         self._unrecorded += 1
         if cost is not None and cost.whole:
             # Another forward, or more that persists, such as the optimizer's state.
             moved = known is not None and _moved(known.graph, cost.begin_bytes)
-            passes = self._yielded and cost.peak_bytes > kept_bytes
+            passes = self._yielded and cost.peak_bytes > limit_bytes
             if (moved or passes) and self._unrecorded > 2**self._asked:
                 self._asked += 1
                 self._out_of_date = True
         if known is not None:
-            self._improve(known, self.kept_bytes(budget_bytes), links)
-        return kept_bytes != self.kept_bytes(budget_bytes) or any(
+            self._improve(known, self.limit_bytes(budget_bytes), links)
+        return limit_bytes != self.limit_bytes(budget_bytes) or any(
             each.plan is not plan for each, plan in zip(self._known.values(), plans, strict=True)
         )
 
@@ -386,31 +386,31 @@ class PlanCache:
             self._dear = 0 if self._yielded else self._dear  # counted anew, for what is kept to
         if not self._yielded:
             return
-        kept_bytes = self.kept_bytes(budget_bytes)
+        limit_bytes = self.limit_bytes(budget_bytes)
         if known is None or self._never_again:
             latest = next(reversed(self._known.values()), None)
             dear = cost.rebuild_s > affordable_s(latest.graph) if latest else _is_dear(cost)
             self._dear = self._dear + 1 if dear else 0
             if self._dear >= _DEAR_STEPS:
                 self._dear = 0
-                left_bytes = latest.graph.peak_bytes - kept_bytes if latest else 0
-                self._kept_bytes = kept_bytes + max(kept_bytes // 10, left_bytes // 4)
+                left_bytes = latest.graph.peak_bytes - limit_bytes if latest else 0
+                self._limit_bytes = limit_bytes + max(limit_bytes // 10, left_bytes // 4)
             return
         others = [each.relief for each in self._known.values() if each.relief is not None]
         if known.relief is None:
-            if known.graph.peak_bytes <= kept_bytes:
+            if known.graph.peak_bytes <= limit_bytes:
                 return
             bounds = self._bounds_of(known)
             lower_bytes = bounds.lower_bytes if bounds else 0
             known.relief = AffordablePeak(
-                max(kept_bytes, lower_bytes),
+                max(limit_bytes, lower_bytes),
                 known.graph,
                 self._plan_of_relief,
-                hopeless=kept_bytes < max(lower_bytes, budget_bytes + int(passes)),
+                hopeless=limit_bytes < max(lower_bytes, budget_bytes + int(passes)),
                 share=others[-1].share if others else 0.5,
             )
         before = known.relief.plan
-        if not self._makes_plans or known.budget_bytes == kept_bytes:
+        if not self._makes_plans or known.budget_bytes == limit_bytes:
             known.costs.append(cost)
         if len(known.costs) >= _STEPS_TO_JUDGE:
             costs, known.costs = known.costs, []
@@ -424,7 +424,7 @@ class PlanCache:
             known.relief.look(known.graph, self._planning, surely=not others)
         if known.relief.plan is not before and self._makes_plans:
             known.plan, known.costs = known.relief.plan, []
-            known.budget_bytes = self.kept_bytes(budget_bytes)
+            known.budget_bytes = self.limit_bytes(budget_bytes)
         if known.relief.is_over:
             known.searched = known.plan is not None
             known.runs = max(known.runs, CALIBRATION_STEPS)

@@ -11,7 +11,7 @@ import logging
 import numpy as np
 
 from delta_runtime.act.tiers import Tiers
-from delta_runtime.core.events import Distance, Events, PublishQueue, Residency, Shortfall
+from delta_runtime.core.events import Distance, Events, Place, PublishQueue, Shortfall
 from delta_runtime.core.transfer import Links
 from delta_runtime.extension import _C
 from delta_runtime.online.ledger import Ledger, LedgerError
@@ -105,7 +105,7 @@ class Pump:
 
     def links(self) -> Links:
         """What is known of the lanes now: the throttle, or what they were seen to do."""
-        if Residency.SWAPPED not in self._policy.evicts_to:
+        if Place.SWAPPED not in self._policy.evicts_to:
             return Links()
         nearest = self._session.tiers()[0]
         throttle = self._tiers.link_bytes_per_s if nearest["tier"] == "host" else 0.0

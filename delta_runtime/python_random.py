@@ -28,7 +28,7 @@ def restore(states: tuple[Any, Any]) -> None:
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
+def preserved() -> Iterator[None]:
     """Whatever runs in the block moves neither generator."""
     states = save()
     try:

@@ -29,7 +29,7 @@ from delta_runtime.act.pinning import pinning
 from delta_runtime.act.tiers import Tiers, open_tiers
 from delta_runtime.config import Config, Launched, check_requested
 from delta_runtime.core.errors import BudgetInfeasible, UsageError
-from delta_runtime.core.events import Residency
+from delta_runtime.core.events import Place
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.units import BudgetSpec, BytesSpec, format_bytes
@@ -129,8 +129,8 @@ class Runtime:
         self.budget_bytes = resolve_budget(config, self.device)
         self.tiers = tiers = open_tiers(config, self.device)
         try:
-            below = {Residency.SWAPPED} if tiers else set()
-            self.policy = policy = policy.on(frozenset({Residency.DROPPED} | below))
+            below = {Place.SWAPPED} if tiers else set()
+            self.policy = policy = policy.on(frozenset({Place.DROPPED} | below))
             self.session = self._new_session(config, policy, tiers)
         finally:
             tiers.close()  # the session has a descriptor of its own by now
@@ -149,7 +149,7 @@ class Runtime:
             self.session,
             on_cpu=self.device.type == "cpu",
             strict=config.strict,
-            boundary=self.steps.on_boundary,
+            step_over=self.steps.on_step_over,
             pump=self.steps.pump.rank if self.steps.ranks else None,
             drain=self.steps.pump.drain,
             before_optimizer=self.steps.before_optimizer,
@@ -161,7 +161,7 @@ class Runtime:
         self._closed = False
 
     def _new_session(self, config: Config, policy: Policy, tiers: Tiers) -> _C.Session:
-        swaps = Residency.SWAPPED in policy.evicts_to
+        swaps = Place.SWAPPED in policy.evicts_to
         pins = pinning(self.device) if swaps else None
         return _C.Session(
             device=str(self.device),
@@ -170,7 +170,7 @@ class Runtime:
             verify=_VERIFY[config.verify],
             stress=_STRESS[policy.stress],
             seed=policy.seed,
-            drop=Residency.DROPPED in policy.evicts_to,
+            drop=Place.DROPPED in policy.evicts_to,
             swap=swaps,
             host_bytes=tiers.host_bytes,
             link_bytes_per_s=tiers.link_bytes_per_s,
@@ -247,8 +247,8 @@ class Runtime:
         self._enter()
         try:
             if self._depth > 1:
-                self.steps.boundary()
-            self.session.set_boundary(None)
+                self.steps.end_and_begin()
+            self.session.set_step_over(None)
         except BaseException:
             self._leave()
             raise
@@ -272,7 +272,7 @@ class Runtime:
                 self.steps.warn_of_mismatch()
         finally:
             _C.release_repointed()
-            self.session.set_boundary(self.hooks.boundary)
+            self.session.set_step_over(self.hooks.step_over)
             self._leave(error)
         leaving_s = time.perf_counter() - called_s
         self.steps.around_s = self._entering_s + max(0.0, leaving_s - self.steps.last_planning_s)
@@ -387,7 +387,7 @@ class Runtime:
             activation_bytes=graph.activation_bytes if graph else 0,
             ordinary_peak_bytes=graph.peak_bytes if graph else 0,
             bounds=steps.bounds(),
-            kept_bytes=steps.kept_bytes if steps.kept_bytes > self.budget_bytes else 0,
+            limit_bytes=steps.limit_bytes if steps.limit_bytes > self.budget_bytes else 0,
             tiers=tuple(TierUse.of(each, direct=direct) for each in self.session.tiers()),
             process=_launched().text(),
             shortfall=steps.shortfall,

@@ -29,7 +29,7 @@ from delta_runtime.act.plans import follow
 from delta_runtime.act.tiers import Tiers
 from delta_runtime.config import Config
 from delta_runtime.core.errors import BudgetInfeasible, RecomputeMismatch
-from delta_runtime.core.events import Bounds, Distance, Residency, Shortfall
+from delta_runtime.core.events import Bounds, Distance, Place, Shortfall
 from delta_runtime.core.interrupts import Interrupted
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.units import format_bytes
@@ -86,7 +86,7 @@ class Steps:
         """The record of the step that was logged last, with the least seconds of all runs of it."""
         self.shortfall: Shortfall | None = None
         """The worst request for room of all steps that could not be met; None where all were."""
-        self.kept_bytes = budget_bytes
+        self.limit_bytes = budget_bytes
         """What is kept to: the budget, or a higher peak where that cannot be met."""
         self.planning = PlanningTime()
         self.last_planning_s = 0.0
@@ -115,8 +115,8 @@ class Steps:
         policy = self._policy
         return PlanCache(
             plans=policy.plans,
-            drops=Residency.DROPPED in policy.evicts_to,
-            swaps=Residency.SWAPPED in policy.evicts_to,
+            drops=Place.DROPPED in policy.evicts_to,
+            swaps=Place.SWAPPED in policy.evicts_to,
             yields=bool(policy.evicts_to) and self.ranks and not self._config.strict,
             planning=self.planning,
         )
@@ -135,15 +135,15 @@ class Steps:
         self._session.begin_step()
         self.begin_s = time.perf_counter()
 
-    def boundary(self) -> None:
+    def end_and_begin(self) -> None:
         """End a step, and begin the next."""
         self.finish()
         self.begin()
 
-    def on_boundary(self, _: int) -> None:
+    def on_step_over(self, _: int) -> None:
         """The same where something ran behind a backward; inside of a block, the block goes on."""
         if not self.in_block:
-            self.boundary()
+            self.end_and_begin()
 
     @shielded
     def before_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -164,7 +164,7 @@ class Steps:
     def after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Take in that it has stepped."""
         self._session.set_taping(True)
-        self.on_boundary(0)
+        self.on_step_over(0)
         self.judge()  # of a closure
 
     def judge(self) -> None:
@@ -253,7 +253,7 @@ class Steps:
         self.pump.take_logged()
         self.last_planning_s = self.planning.spent_s - before_s
         if over:
-            self._warnings.over_budget(step_peak_bytes, self.bounds(), self.kept_bytes)
+            self._warnings.over_budget(step_peak_bytes, self.bounds(), self.limit_bytes)
         self._warnings.failed_copies(self.totals)
         if self._trace is not None:
             self._trace.add_step(np.frombuffer(self._session.drain_trace(), dtype=TRACE_DTYPE))
@@ -298,10 +298,10 @@ class Steps:
             changed |= self.plans.tend(self._budget_bytes, self.pump.links())
         if changed:
             follow(self._session, self.plans.plans())
-        kept_bytes = self.plans.kept_bytes(self._budget_bytes)
-        if kept_bytes != self.kept_bytes:
-            self.kept_bytes = kept_bytes
-            self._session.set_budget(kept_bytes)
+        limit_bytes = self.plans.limit_bytes(self._budget_bytes)
+        if limit_bytes != self.limit_bytes:
+            self.limit_bytes = limit_bytes
+            self._session.set_budget(limit_bytes)
         if marked and self._may_stand_aside:
             self.aside.saw(cost, settled=self.plans.relieved)
 

@@ -32,7 +32,7 @@ class TorchHooks:
         session: of the runtime; it packs and unpacks.
         on_cpu: whether the device is the CPU pool.
         strict: whether an allocation above the budget is an error.
-        boundary: called at the first op behind a backward.
+        step_over: called at the first op behind a backward.
         pump: called when room is needed and no plan says what leaves; None where nobody ranks.
         drain: called when many events have piled up.
         before_optimizer, after_optimizer: called around each step of an optimizer.
@@ -44,7 +44,7 @@ class TorchHooks:
         *,
         on_cpu: bool,
         strict: bool,
-        boundary: Callable[[int], None],
+        step_over: Callable[[int], None],
         pump: Callable[[int], None] | None,
         drain: Callable[[int], None],
         before_optimizer: OptimizerHook,
@@ -57,7 +57,7 @@ class TorchHooks:
         self._drain = drain
         self._before_optimizer = before_optimizer
         self._after_optimizer = after_optimizer
-        self.boundary = boundary
+        self.step_over = step_over
         self.pair: HookPair = (session.pack_hook(), session.unpack_hook())
         """The two that autograd calls."""
         self.thread = threading.current_thread()
@@ -72,7 +72,7 @@ class TorchHooks:
         _attached = self
         self.are_attached = True
         self._session.set_pump(self._pump)
-        self._session.set_boundary(self.boundary)
+        self._session.set_step_over(self.step_over)
         self._session.set_drain(self._drain)
         self._session.enter()
         raw_access.listen(self._session)
@@ -113,7 +113,7 @@ class TorchHooks:
         torch.autograd.graph.disable_saved_tensors_hooks = _torch_disable_saved_tensors_hooks
         self._session.leave()
         self._session.set_pump(None)
-        self._session.set_boundary(None)
+        self._session.set_step_over(None)
         self._session.set_drain(None)
         if self._on_cpu:
             _C.cpu_pool.set_soft_limit_is_hard(False)

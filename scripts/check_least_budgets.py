@@ -48,10 +48,10 @@ from rich.table import Table
 from torch import nn
 
 import delta_runtime as delta
+from benchmarks.common import console, machine, write_json
 from delta_runtime import cpu_pool
 from delta_runtime.core.units import format_bytes, format_seconds
 from delta_runtime.online.policies import POLICIES
-from scripts.bench_recompute import console, machine, write_json
 from tests.support.bitwise import buffers, freeze, gradients, parameters, random_state
 from tests.zoo import ZOO, ZooEntry, ZooModel
 from tests.zoo.registry import classes, generator, images
@@ -145,7 +145,7 @@ class Run:
         digests: of loss, gradients, weights and random state, after each step that ended.
         peak_bytes: of forward and backward, the highest.
         seconds, ordinaries: of each step with the runtime, and of each timed one without.
-        lower_bytes, lower_op, least_bytes, kept_bytes: as the report names them; 0 where it does not.
+        lower_bytes, lower_op, least_bytes, limit_bytes: as the report names them; 0 where it does not.
         warned: the runtime's warnings.
         failure: what it raised, "" if nothing.
     """
@@ -157,7 +157,7 @@ class Run:
     lower_bytes: int = 0
     lower_op: str = ""
     least_bytes: int = 0
-    kept_bytes: int = 0
+    limit_bytes: int = 0
     warned: list[str] = field(default_factory=list)
     failure: str = ""
 
@@ -293,7 +293,7 @@ def managed_run(
         run.lower_bytes = report.bounds.lower_bytes - base_bytes
         run.lower_op = report.bounds.lower_op
         run.least_bytes = report.bounds.least_bytes - base_bytes
-        run.kept_bytes = report.kept_bytes and report.kept_bytes - base_bytes
+        run.limit_bytes = report.limit_bytes and report.limit_bytes - base_bytes
     return run
 
 
@@ -308,7 +308,7 @@ class Line:
         ordinary_bytes, ordinary_s: peak of forward and backward, and median seconds, without the runtime.
         lower_bytes, lower_op, least_bytes: as the run at 70 % names them.
         strict_bytes, strict_failure: the least budget and what is granted; why it did not hold.
-        half_bytes, kept_bytes: half way between the two, and the peak that was kept to instead.
+        half_bytes, limit_bytes: half way between the two, and the peak that was kept to instead.
         half_peak_bytes: of the run there.
         ratio, mean_ratio, worst_ratio: of its steps to ordinary ones beside them; 0 where there is no room
             between the two bounds.
@@ -330,7 +330,7 @@ class Line:
     strict_bytes: int = 0
     strict_failure: str = ""
     half_bytes: int = 0
-    kept_bytes: int = 0
+    limit_bytes: int = 0
     half_peak_bytes: int = 0
     half_failure: str = ""
     half_ordinary_s: float = 0.0
@@ -425,7 +425,7 @@ def half_way(line: Line, entry: ZooEntry, arguments: argparse.Namespace) -> None
     rounds = arguments.rounds
     policy = arguments.policy
     run = alone(lambda: managed_run(entry, line.half_bytes, policy, steps=0, rounds=rounds))
-    line.kept_bytes, line.half_peak_bytes = run.kept_bytes, run.peak_bytes
+    line.limit_bytes, line.half_peak_bytes = run.limit_bytes, run.peak_bytes
     line.half_failure, line.warned = run.failure, len(run.warned)
     if run.failure:
         return
@@ -461,7 +461,7 @@ def show(lines: Sequence[Line], policy: str) -> None:
         half = (
             (
                 format_bytes(line.half_bytes),
-                format_bytes(line.kept_bytes) if line.kept_bytes else "",
+                format_bytes(line.limit_bytes) if line.limit_bytes else "",
             )
             + (f"{line.ratio:.2f}", f"{line.limit:.2f}", f"{line.mean_ratio:.2f}")
             + (f"{line.worst_ratio:.2f}", f"{line.seen_ratio:.2f}", str(line.warned))

@@ -4,7 +4,7 @@ Runs these parts, each as a process of its own with a limit of its own, and note
 soon as it has ended: the build of the extension against the torch that is installed; tests/accelerator on the card,
 with streams that are late on purpose and memory that is filled with NaN; the gradient sweeps over PyTorch's ops and
 modules and over real models; some tests under compute-sanitizer, where it is installed, and under torch's own
-sanitizer; who trains behind walls; and the benchmarks of scripts/bench_accelerator.py. No part may take more than 9
+sanitizer; who trains behind walls; and the benchmarks of benchmarks/accelerator.py. No part may take more than 9
 minutes, nor all of them more than 25 in one call. A part that has passed with the sources and the card as they are is
 not run again (`--again`: it is), so the next call goes on where this one ended; what failed comes after what was never
 run. Exits 1 if a part failed or had no time left.
@@ -61,7 +61,7 @@ class Part:
 
 PYTEST = ("{python}", "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider")
 ORDERS = "late or swapped_out_whole or host_memory"
-BENCH = ("{python}", "scripts/bench_accelerator.py")
+BENCH = ("{python}", "-m", "benchmarks.accelerator")
 OUT = ("--device", "{device}", "--json", "{out}")
 
 
@@ -211,7 +211,7 @@ def run(part: Part, device: str, dry_run: bool, limit_s: float) -> Outcome:
 def about(device: str) -> object:
     """Versions and hardware, asked in a process of its own: this one never touches the card."""
     program = (
-        "import json; from scripts.bench_accelerator import Device; "
+        "import json; from benchmarks.accelerator import Device; "
         f"print(json.dumps(Device({device!r}).about()))"
     )
     try:

@@ -10,8 +10,8 @@ Exits 1 if one was lost or if anything was left.
 
     python scripts/stress_interrupts.py [--interrupts 1000] [--seed 0] [--only NAME ...] [--ordinary]
 
-`--ordinary` runs the same programs without a runtime: what Python itself loses. tests/test_interrupts.py runs a short
-version.
+`--ordinary` runs the same programs without a runtime: what Python itself loses. tests/edge/test_interrupts.py runs a
+short version.
 """
 
 from __future__ import annotations

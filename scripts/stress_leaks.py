@@ -8,7 +8,7 @@ have to end where they began. Takes about a minute on one idle core; needs no GP
 
     python scripts/stress_leaks.py [--steps 2000] [--seed 0] [--check-every 100] [--only NAME ...]
 
-tests/test_leaks.py runs the same for fewer steps.
+tests/scripts/test_leaks.py runs the same for fewer steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch import nn
 
 import delta_runtime as delta
 from delta_runtime import _C, cpu_pool
-from delta_runtime.core.events import Residency
+from delta_runtime.core.events import Place
 from delta_runtime.online.policies import Policy, get_policy
 
 LAYERS = 4
@@ -193,7 +193,7 @@ class World:
 
     def tiers(self, policy: Policy) -> dict[str, object]:
         """Host memory, disk, or both below the device, for a policy that swaps."""
-        if Residency.SWAPPED not in policy.evicts_to:
+        if Place.SWAPPED not in policy.evicts_to:
             return {}
         below: dict[str, object] = {}
         which = self.random.choice(("host", "host", "disk", "both"))

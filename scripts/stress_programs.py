@@ -18,7 +18,7 @@ Takes about 25 milliseconds of one core for an eager program, 20 minutes for 20,
 `--out` writes a line of JSON per program; a run that is given a file that exists goes on behind its last program.
 `--known` takes such a file: what went wrong there too does not count, so that with `--sabotage` and `--until-found` the
 run says after how many programs a mend that is switched off is missed.
-tests/test_stress_programs.py runs a short version.
+tests/scripts/test_stress_programs.py runs a short version.
 """
 
 from __future__ import annotations

@@ -34,10 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 import delta_runtime as delta
-from delta_runtime import _C, cpu_pool
-from delta_runtime.core.units import format_bytes, format_seconds
-from delta_runtime.online.policies import POLICIES
-from scripts.bench_recompute import (
+from benchmarks.common import (
     BENCH_WORKLOADS,
     SEED,
     Measured,
@@ -47,6 +44,9 @@ from scripts.bench_recompute import (
     train_step,
     write_json,
 )
+from delta_runtime import _C, cpu_pool
+from delta_runtime.core.units import format_bytes, format_seconds
+from delta_runtime.online.policies import POLICIES
 from scripts.train_plain import THREADS
 from scripts.workloads import TrainState
 

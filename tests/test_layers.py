@@ -166,7 +166,7 @@ def test_a_breach_is_found(module, source):
     ("module", "source"),
     [
         ("delta_runtime.core.units", "import os.path, numpy as np\nfrom . import errors"),
-        ("delta_runtime.online.ledger", "from ..core.events import Residency\nimport numpy"),
+        ("delta_runtime.online.ledger", "from ..core.events import Place\nimport numpy"),
         ("delta_runtime.simulate.run", "from delta_runtime.online.ledger import Ledger"),
         ("delta_runtime.report.plots", "import rich\ndef f():\n    import matplotlib.pyplot"),
         ("delta_runtime.record.recorder", "import torch\nfrom .. import _C"),

@@ -359,7 +359,7 @@ def test_a_budget_below_the_least_one_that_is_met_is_given_up_where_it_is_dear(d
     known.saw(step)
     known.learn(GRAPH, budget_bytes)
     assert known.yielded == dear
-    assert (known.kept_bytes(budget_bytes) > budget_bytes) == dear
+    assert (known.limit_bytes(budget_bytes) > budget_bytes) == dear
     if dear:
         assert known.plan is not None
         assert known.plan.predicted_seconds <= affordable_s(GRAPH)
@@ -402,11 +402,11 @@ def test_steps_of_unknown_graphs_that_are_dear_raise_what_is_kept():
         known.saw(cost(graph, 2 * budget_bytes, 0.0))
         known.learn(graph, budget_bytes)
     assert known.yielded
-    before = known.kept_bytes(budget_bytes)
+    before = known.limit_bytes(budget_bytes)
     for i in range(2):
         known.saw(cost(dataclasses.replace(GRAPH, fingerprint=200 + i), before, GRAPH.seconds))
         known.tend(budget_bytes)
-    assert known.kept_bytes(budget_bytes) > before
+    assert known.limit_bytes(budget_bytes) > before
 
 
 def test_a_relief_holds_for_as_long_as_what_persists_does():
@@ -448,13 +448,13 @@ def test_recomputing_outside_of_a_step_is_no_reason_to_give_more_up():
         known.saw(step)
         known.learn(GRAPH, budget_bytes)
     assert known.yielded
-    kept_bytes = known.kept_bytes(budget_bytes)
+    limit_bytes = known.limit_bytes(budget_bytes)
     odd = dataclasses.replace(step, seconds=0.001, rebuild_s=1.0)
     none = dataclasses.replace(step, rebuild_s=0.0)
     for each in (odd, none) * 6:
         known.saw(each)
         known.tend(budget_bytes)
-    assert known.kept_bytes(budget_bytes) == kept_bytes
+    assert known.limit_bytes(budget_bytes) == limit_bytes
 
 
 @pytest.mark.parametrize(("times", "share"), [(1.1, 0.25), (2.0, 0.5), (8.0, 0.875)])
@@ -465,9 +465,9 @@ def test_what_was_too_dear_is_given_up_in_one_go(times: float, share: float):
         budgets.append(budget_bytes)
         return joint_heuristic.plan(graph, budget_bytes)
 
-    kept_bytes = GRAPH.peak_bytes // 2
-    relief = AffordablePeak(kept_bytes, GRAPH, make_plan, hopeless=True, share=0.0)
+    limit_bytes = GRAPH.peak_bytes // 2
+    relief = AffordablePeak(limit_bytes, GRAPH, make_plan, hopeless=True, share=0.0)
     relief.too_dear(GRAPH, PlanningTime(), times)
-    left_bytes = GRAPH.peak_bytes - kept_bytes
-    assert relief.peak_bytes == pytest.approx(kept_bytes + share * left_bytes, abs=2)
+    left_bytes = GRAPH.peak_bytes - limit_bytes
+    assert relief.peak_bytes == pytest.approx(limit_bytes + share * left_bytes, abs=2)
     assert budgets == [relief.peak_bytes] and relief.is_over

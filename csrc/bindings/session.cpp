@@ -224,8 +224,8 @@ void bind_policy(SessionClass& c) {
        "set_pump", [](Session& s, py::object f) { s.eviction.set_pump(callback_of(std::move(f))); },
        "Called with the bytes needed when memory gets tight and no plan is followed.")
       .def(
-          "set_boundary",
-          [](Session& s, py::object f) { s.ops.set_boundary(callback_of(std::move(f))); },
+          "set_step_over",
+          [](Session& s, py::object f) { s.ops.set_step_over(callback_of(std::move(f))); },
           "Called when backward is over and another op begins.")
       .def("set_taping", [](Session& s, bool on) { s.ops.set_taping(on); })
       .def("set_default_weight",

@@ -147,12 +147,12 @@ void OpObserver::begin(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
 void OpObserver::note_phase(bool in_backward) {
   if (in_backward) {
     now_.graph_gone |= !torch::autograd::get_current_graph_task_keep_graph();
-  } else if (now_.phase == Phase::Backward && boundary_ && taping_) {
+  } else if (now_.phase == Phase::Backward && step_over_ && taping_) {
     now_.phase = Phase::Forward;
     // A graph that is kept is for another backward of the same step: of a gradient, of another
     // loss.
     if (now_.graph_gone || ++now_.backwards >= kMostBackwards) {
-      boundary_(0);
+      step_over_(0);
     }
   }
   if (events_.is_full() && drain_) {

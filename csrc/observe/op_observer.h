@@ -26,7 +26,7 @@ class OpObserver : public Part {
   // Called at op boundaries only: when many events have piled up; when backward is over and
   // something else begins.
   void set_drain(std::function<void(int64_t)> drain) { drain_ = std::move(drain); }
-  void set_boundary(std::function<void(int64_t)> boundary) { boundary_ = std::move(boundary); }
+  void set_step_over(std::function<void(int64_t)> step_over) { step_over_ = std::move(step_over); }
 
  private:
   // What is known of the ops of one signature: an operator on arguments of one geometry.
@@ -75,7 +75,7 @@ class OpObserver : public Part {
   ska::flat_hash_map<uint64_t, size_t> facts_of_;  // index into facts_ by signature
   bool taping_ = true;
   std::function<void(int64_t)> drain_;
-  std::function<void(int64_t)> boundary_;
+  std::function<void(int64_t)> step_over_;
   const uint64_t stranger_draws_before_;  // when the session began
 };
 

@@ -8,7 +8,7 @@ Page* TensorPages::page_of(const at::Tensor& t) {
   Page* known = pages_.find(storage);
   if (known == nullptr) {
     Page& page = new_source(t.storage());
-    account_.note_first_use(page, t.storage());
+    account_.charge_first_read(page, t.storage());
     if (counts) {
       page.take_version(t.unsafeGetTensorImpl()->version_counter());
     }
@@ -26,7 +26,7 @@ Page* TensorPages::page_of(const at::Tensor& t) {
     sources_.spoil(page, t);
   }
   if (page.outside.unread) {
-    account_.note_first_use(page, t.storage());
+    account_.charge_first_read(page, t.storage());
   }
   return &page;
 }
@@ -78,7 +78,7 @@ void TensorPages::move_page(Page& page, const c10::Storage& storage) {
   page.versions.clear();
   sources_.forget_content(page);
   if (!page.outside.unread) {
-    account_.note_first_use(page, storage);
+    account_.charge_first_read(page, storage);
   }
   outside_.find_owners(page, storage.data_ptr());
 }

@@ -435,7 +435,7 @@ bool Replay::audit(Page& page) {
   Rerun rerun;
   Pins pins;
   c10::intrusive_ptr<Value> root;
-  c10::Storage kept;
+  c10::Storage original;
   bool ran = false;
   bool equal = false;
   Shield shield;  // what a signal handler raises inside of an op says nothing of the op
@@ -445,7 +445,7 @@ bool Replay::audit(Page& page) {
       return;
     }
     for (size_t i = 0; i < made.size(); ++i) {
-      c10::Storage original;
+      c10::Storage there;
       uint64_t key = 0;
       {
         Guard guard(lock_);
@@ -454,10 +454,9 @@ bool Replay::audit(Page& page) {
           continue;
         }
         key = value->trust_key();
-        original = tiers_.storage_there(*value);
+        there = tiers_.storage_there(*value);
       }
-      verdicts.push_back(
-          {key, static_cast<bool>(original), original && same_bytes(made[i], original)});
+      verdicts.push_back({key, static_cast<bool>(there), there && same_bytes(made[i], there)});
     }
   };
   try {
@@ -469,7 +468,7 @@ bool Replay::audit(Page& page) {
           return false;
         }
         root = page.current;
-        kept = page.strong;
+        original = page.strong;
         make_rerun(*root, rerun, wanted);
       }
       if (wanted.empty()) {
@@ -478,8 +477,8 @@ bool Replay::audit(Page& page) {
       discard(rerun);
       pin(wanted, pins);
     }
-    equal =
-        same_bytes(execute(rerun, *root, /*installs=*/false, /*gives_up=*/false, inspect), kept);
+    equal = same_bytes(execute(rerun, *root, /*installs=*/false, /*gives_up=*/false, inspect),
+                       original);
     ran = true;
   } catch (const std::exception&) {
     equal = false;

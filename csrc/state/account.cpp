@@ -73,7 +73,7 @@ void Account::charge(Page& page, int64_t bytes) {
   }
 }
 
-void Account::note_first_use(Page& page, const c10::Storage& storage) {
+void Account::charge_first_read(Page& page, const c10::Storage& storage) {
   page.outside.unread = false;
   const int64_t bytes =
       options_.device.is_cpu() && !cpu_pool::owns(storage.data_ptr()) ? page.bytes : 0;

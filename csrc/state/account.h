@@ -40,7 +40,7 @@ class Account {
   // The budget is about all that the device holds; what the pool cannot see is charged to it here.
   void charge(Page& page, int64_t bytes);
   // Of a source that no op has used before, or that lies elsewhere now.
-  void note_first_use(Page& page, const c10::Storage& storage);
+  void charge_first_read(Page& page, const c10::Storage& storage);
   // What was charged in this step and is gone again; the rest waits for a sweep. With many of them
   // not at every op.
   void uncharge_gone();

@@ -90,7 +90,7 @@ EVENT_DTYPE = np.dtype(
 """One event, 48 bytes, as the C++ event queue lays it out."""
 
 
-class Residency(enum.IntEnum):
+class Place(enum.IntEnum):
     """Where the bytes of a page are, by the ledger. Bytes are on the device until a copy of them is done."""
 
     RESIDENT = 0
@@ -103,12 +103,12 @@ class Residency(enum.IntEnum):
     """Nowhere, and nobody asks for them any more."""
 
 
-LEGAL_MOVES: Mapping[Residency, frozenset[Residency]] = MappingProxyType(
+LEGAL_MOVES: Mapping[Place, frozenset[Place]] = MappingProxyType(
     {
-        Residency.RESIDENT: frozenset({Residency.SWAPPED, Residency.DROPPED, Residency.RELEASED}),
-        Residency.SWAPPED: frozenset({Residency.RESIDENT, Residency.RELEASED}),
-        Residency.DROPPED: frozenset({Residency.RESIDENT, Residency.RELEASED}),
-        Residency.RELEASED: frozenset(),
+        Place.RESIDENT: frozenset({Place.SWAPPED, Place.DROPPED, Place.RELEASED}),
+        Place.SWAPPED: frozenset({Place.RESIDENT, Place.RELEASED}),
+        Place.DROPPED: frozenset({Place.RESIDENT, Place.RELEASED}),
+        Place.RELEASED: frozenset(),
     }
 )
 """From each residency, the residencies that may follow. A page begins RESIDENT."""

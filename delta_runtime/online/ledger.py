@@ -33,8 +33,8 @@ from delta_runtime.core.events import (
     Events,
     Exit,
     IntColumn,
+    Place,
     PublishQueue,
-    Residency,
     Shortfall,
 )
 from delta_runtime.core.transfer import Links
@@ -55,11 +55,11 @@ class LedgerError(DeltaError):
 def _targets() -> IntColumn:
     """Return the residency that each kind of page event leads to, _STAYS where it leads nowhere."""
     target = np.full(_PAGE_KINDS, _STAYS)
-    target[EventKind.PACKED] = target[EventKind.REBUILT] = Residency.RESIDENT
-    target[EventKind.DROPPED] = Residency.DROPPED
-    target[EventKind.RELEASED] = Residency.RELEASED
-    target[EventKind.SWAPPED_OUT] = Residency.SWAPPED
-    target[EventKind.SWAPPED_IN] = Residency.RESIDENT
+    target[EventKind.PACKED] = target[EventKind.REBUILT] = Place.RESIDENT
+    target[EventKind.DROPPED] = Place.DROPPED
+    target[EventKind.RELEASED] = Place.RELEASED
+    target[EventKind.SWAPPED_OUT] = Place.SWAPPED
+    target[EventKind.SWAPPED_IN] = Place.RESIDENT
     return target
 
 
@@ -68,13 +68,13 @@ def _allowed() -> BoolColumn:
     allowed = np.zeros((_PAGE_KINDS, ABSENT + 1), np.bool_)
     allowed[EventKind.PACKED, ABSENT] = True
     for state, following in LEGAL_MOVES.items():
-        allowed[EventKind.DROPPED, state] = Residency.DROPPED in following
-        allowed[EventKind.RELEASED, state] = Residency.RELEASED in following
-        allowed[EventKind.USED, state] = state is not Residency.RELEASED
-        allowed[EventKind.INADMISSIBLE, state] = state is not Residency.RELEASED
-        allowed[EventKind.SWAPPED_OUT, state] = Residency.SWAPPED in following
-    allowed[EventKind.REBUILT, Residency.DROPPED] = True  # a swapped page is never rebuilt
-    allowed[EventKind.SWAPPED_IN, Residency.SWAPPED] = True  # and a dropped one never swapped in
+        allowed[EventKind.DROPPED, state] = Place.DROPPED in following
+        allowed[EventKind.RELEASED, state] = Place.RELEASED in following
+        allowed[EventKind.USED, state] = state is not Place.RELEASED
+        allowed[EventKind.INADMISSIBLE, state] = state is not Place.RELEASED
+        allowed[EventKind.SWAPPED_OUT, state] = Place.SWAPPED in following
+    allowed[EventKind.REBUILT, Place.DROPPED] = True  # a swapped page is never rebuilt
+    allowed[EventKind.SWAPPED_IN, Place.SWAPPED] = True  # and a dropped one never swapped in
     return allowed
 
 
@@ -127,17 +127,17 @@ class Ledger:
     @property
     def resident_bytes(self) -> int:
         """Bytes of all pages whose device copy exists."""
-        return int(self._bytes_in[Residency.RESIDENT])
+        return int(self._bytes_in[Place.RESIDENT])
 
     @property
     def dropped_bytes(self) -> int:
         """Bytes of all pages that are dropped now."""
-        return int(self._bytes_in[Residency.DROPPED])
+        return int(self._bytes_in[Place.DROPPED])
 
     @property
     def swapped_bytes(self) -> int:
         """Bytes of all pages that are in a tier below and not on the device."""
-        return int(self._bytes_in[Residency.SWAPPED])
+        return int(self._bytes_in[Place.SWAPPED])
 
     def take_shortfall(self) -> Shortfall | None:
         """The worst request that could not be met since this was asked last; None where all were."""
@@ -166,7 +166,7 @@ class Ledger:
         else:
             self._enter(events)
         if self._released_rows > max(FIRST_CAPACITY, self._table.rows) // 2:
-            self._table.forget(Residency.RELEASED)
+            self._table.forget(Place.RELEASED)
             self._released_rows = 0
         if self._checked:
             self.check()
@@ -186,12 +186,12 @@ class Ledger:
             The queue, smallest score first; empty when the policy evicts nothing.
         """
         table, chosen = self._table, self._policy.filter
-        swaps = Residency.SWAPPED in self._policy.evicts_to
-        drops = Residency.DROPPED in self._policy.evicts_to
+        swaps = Place.SWAPPED in self._policy.evicts_to
+        drops = Place.DROPPED in self._policy.evicts_to
         if chosen is None or not (swaps or drops):
             none = np.empty(0, np.int64)
             return PublishQueue(none, np.empty(0), np.empty(0, np.int8), Distance.NONE)
-        may_go = table.residency[: table.rows] == Residency.RESIDENT
+        may_go = table.residency[: table.rows] == Place.RESIDENT
         admissible = table.admissible[: table.rows]
         rows = np.flatnonzero(may_go if swaps else may_go & admissible)
         columns = self._columns(rows, now_tick)
@@ -347,7 +347,7 @@ class Ledger:
         if self._shortfall is not None and self._shortfall.missing_bytes >= missing_bytes:
             return
         table = self._table
-        resident = table.residency[: table.rows] == Residency.RESIDENT
+        resident = table.residency[: table.rows] == Place.RESIDENT
         pinned = table.bytes[: table.rows][resident & ~table.admissible[: table.rows]]
         pinned_bytes = int(pinned.sum())
         self._shortfall = Shortfall(
@@ -360,7 +360,7 @@ class Ledger:
 
     def _illegal(self, kind: int, state: int, row: int, batch: Events) -> LedgerError:
         """Return the error for an event that came while its page was in `state`."""
-        was = "not yet packed" if state == ABSENT else Residency(state).name
+        was = "not yet packed" if state == ABSENT else Place(state).name
         if _ALLOWED[kind, state]:
             was += " without an admissible recipe"
         what = f"cannot be {EventKind(kind).name} while {was}"
@@ -384,7 +384,7 @@ class Ledger:
         seconds = table.seconds[rows]
         sums = np.zeros_like(self._bytes_in)
         np.add.at(sums, residency, bytes_)
-        released = residency == Residency.RELEASED
+        released = residency == Place.RELEASED
         counted = self._counts[EventKind.PACKED] - self._counts[EventKind.RELEASED]
         held = {
             "page ids are not unique and increasing": (page[1:] > page[:-1]).all(),
@@ -397,14 +397,14 @@ class Ledger:
             ).all(),
             f"bytes are {self._bytes_in[:-1]}, the pages make {sums[:-1]}": (
                 # released rows go when the table is compacted, their bytes stay in the account
-                self._bytes_in[: Residency.RELEASED] == sums[: Residency.RELEASED]
+                self._bytes_in[: Place.RELEASED] == sums[: Place.RELEASED]
             ).all(),
             "released rows are miscounted": np.count_nonzero(released) == self._released_rows,
             "pages are missing": np.count_nonzero(~released) == counted,
         }
         faults = [fault for fault, well in held.items() if not well]
         if self._near is not None:
-            faults += self._near.faults(page[~released], page[residency == Residency.DROPPED])
+            faults += self._near.faults(page[~released], page[residency == Place.DROPPED])
         return faults
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from delta_runtime.core.events import BoolColumn, Events, FloatColumn, IntColumn, Residency
+from delta_runtime.core.events import BoolColumn, Events, FloatColumn, IntColumn, Place
 
-ABSENT = len(Residency)
+ABSENT = len(Place)
 """The residency of a page that has a row but no PACKED event yet."""
 FIRST_CAPACITY = 1024
 """Rows that there is room for at first."""
@@ -83,7 +83,7 @@ class PageTable:
         at[page[at] != pages] = -1
         return at
 
-    def forget(self, residency: Residency) -> None:
+    def forget(self, residency: Place) -> None:
         """Remove all rows in a residency."""
         self._take(np.flatnonzero(self.residency[: self.rows] != residency))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from delta_runtime.core.errors import UsageError
-from delta_runtime.core.events import Residency
+from delta_runtime.core.events import Place
 from delta_runtime.online.directors import DIRECTORS, Director
 from delta_runtime.online.filters import FILTERS, Filter
 
@@ -59,7 +59,7 @@ class Policy:
     description: str
     filter: Filter | None
     plans: bool = False
-    evicts_to: tuple[Residency, ...] = (Residency.DROPPED,)
+    evicts_to: tuple[Place, ...] = (Place.DROPPED,)
     director: Director | None = None
     stress: Stress = Stress.NONE
     seed: int = 0
@@ -71,7 +71,7 @@ class Policy:
                 f"policy {self.name!r} needs both a filter and a residency, or neither"
             )
 
-    def on(self, tiers: frozenset[Residency]) -> Policy:
+    def on(self, tiers: frozenset[Place]) -> Policy:
         """Return this policy for a device with these tiers below it.
 
         Args:
@@ -90,7 +90,7 @@ class Policy:
         return replace(self, evicts_to=evicts_to)
 
 
-_BOTH = (Residency.SWAPPED, Residency.DROPPED)
+_BOTH = (Place.SWAPPED, Place.DROPPED)
 
 
 def _online(name: str, description: str) -> Policy:
@@ -122,7 +122,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
                 "swap only; follow a plan once the step repeats",
                 FILTERS["next_use"],
                 plans=True,
-                evicts_to=(Residency.SWAPPED,),
+                evicts_to=(Place.SWAPPED,),
             ),
             Policy(
                 "delta",
@@ -162,7 +162,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
                 "stress_swap_all",
                 "tests only: swap out everything, all the time",
                 FILTERS["lru"],
-                evicts_to=(Residency.SWAPPED,),
+                evicts_to=(Place.SWAPPED,),
                 stress=Stress.SWAP_ALL,
             ),
             Policy(

@@ -38,7 +38,7 @@ class GreedyCover:
         graph: the recorded step.
         budget_bytes: what may be live at any moment.
         recipes: of `graph`.
-        kept: rows of `graph.saved` that are not to be dropped.
+        staying: rows of `graph.saved` that are not to be dropped.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class GreedyCover:
         graph: StepGraph,
         budget_bytes: int,
         recipes: Recipes,
-        kept: Set[int] = frozenset(),
+        staying: Set[int] = frozenset(),
     ) -> None:
         self.graph = graph
         self.budget_bytes = budget_bytes
@@ -70,7 +70,7 @@ class GreedyCover:
         )
         self.original_excess = self.excess.copy()
         self.droppable = recipes.possible & (self.own_need > self.begin)
-        self.droppable[list(kept)] = False
+        self.droppable[list(staying)] = False
         self._give_up()
 
     def _give_up(self) -> None:

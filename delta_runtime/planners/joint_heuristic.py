@@ -75,8 +75,8 @@ def plan(
         return _plan_swaps(cover, evaluator)
     none = np.zeros(len(graph.saved), dtype=bool)
 
-    def attempt(kept: Set[int], most_seconds: float = float("inf")) -> Evictions | None:
-        cover = GreedyCover(graph, budget_bytes, recipes, kept)
+    def attempt(staying: Set[int], most_seconds: float = float("inf")) -> Evictions | None:
+        cover = GreedyCover(graph, budget_bytes, recipes, staying)
         choose(cover)
         evaluator.work += cover.work
         most = int(min(_TO_MEND, most_work))
@@ -89,7 +89,7 @@ def plan(
     if first.evaluation.area > 0:
         work = max(work, _TO_FIT)
     last = evaluator.work + int(min(work, MOST_EFFORT, most_work))
-    kept: set[int] = set()
+    staying: set[int] = set()
     tried: set[int] = set()
     in_vain = 0
     while evaluator.work < last and in_vain < _MOST_IN_VAIN:
@@ -100,11 +100,11 @@ def plan(
         tried.add(row)
         in_vain += 1
         most_seconds = choice.evaluation.seconds * _SLACK if fits else float("inf")
-        other = attempt(kept | {row}, most_seconds)
+        other = attempt(staying | {row}, most_seconds)
         if other is not None and other.better_than(choice):
             choice = other
-            kept.add(row)
-            tried = set(kept)
+            staying.add(row)
+            tried = set(staying)
             in_vain = 0
     swaps: Evictions | None = None
     if lanes is not None:

@@ -250,7 +250,7 @@ class StepReport:
         activation_bytes: bytes of all saved values of the step recorded last.
         ordinary_peak_bytes: what its peak would have been with nothing evicted.
         bounds: lower bound and least budget of the steps that were recorded.
-        kept_bytes: the peak that is kept to because the budget cannot be met; 0 where it is not given up.
+        limit_bytes: the peak that is kept to because the budget cannot be met; 0 where it is not given up.
         tiers: what became of each tier below the device, nearest first.
         process: which of several this is, beginning with its rank; empty where there is one only.
         shortfall: the worst request for room that could not be met; None where all were.
@@ -264,7 +264,7 @@ class StepReport:
     activation_bytes: int = 0
     ordinary_peak_bytes: int = 0
     bounds: Bounds = field(default_factory=lambda: Bounds(0, "", 0))
-    kept_bytes: int = 0
+    limit_bytes: int = 0
     tiers: tuple[TierUse, ...] = ()
     process: str = ""
     shortfall: Shortfall | None = None
@@ -339,8 +339,8 @@ class StepReport:
         )
         if bounds.least_bytes:
             needs += f"; the least budget is about {format_bytes(bounds.least_bytes)}"
-        if self.kept_bytes:
-            needs += f", and {format_bytes(self.kept_bytes)} is kept to instead"
+        if self.limit_bytes:
+            needs += f", and {format_bytes(self.limit_bytes)} is kept to instead"
         if self.totals.alone_steps:
             needs += (
                 f"; {self.totals.alone_steps:,} steps were left alone, for observing them alone makes each "
@@ -457,8 +457,8 @@ class StepReport:
             table.add_row(f"lower bound: {bounds.lower_op}", "", format_bytes(bounds.lower_bytes))
         if bounds.least_bytes:
             table.add_row("least budget", "", format_bytes(bounds.least_bytes))
-        if self.kept_bytes:
-            table.add_row("kept to instead of the budget", "", format_bytes(self.kept_bytes))
+        if self.limit_bytes:
+            table.add_row("kept to instead of the budget", "", format_bytes(self.limit_bytes))
         out = io.StringIO()
         Console(file=out, width=100, force_terminal=False).print(table)
         return out.getvalue()

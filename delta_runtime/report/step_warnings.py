@@ -31,13 +31,13 @@ class StepWarnings:
         self._told.add(what)
         return True
 
-    def over_budget(self, peak_bytes: int, bounds: Bounds, kept_bytes: int) -> None:
+    def over_budget(self, peak_bytes: int, bounds: Bounds, limit_bytes: int) -> None:
         """Tell that a step has passed the budget: as soon as there is something to advise, or in the second such step.
 
         Args:
             peak_bytes: of that step.
             bounds: what is known of all steps; its least budget is 0 as long as nothing is.
-            kept_bytes: what is kept to from now on; the budget, where that was not given up.
+            limit_bytes: what is kept to from now on; the budget, where that was not given up.
         """
         self._steps_over += 1
         if not (bounds.least_bytes or self._steps_over > 1) or not self._first("budget"):
@@ -46,9 +46,9 @@ class StepWarnings:
         numbers += [f" ({bounds.lower_op})"] if bounds.lower_op else []
         if bounds.least_bytes:
             numbers += [f", the least budget is about {format_bytes(bounds.least_bytes)}"]
-        if kept_bytes > self._budget_bytes:
+        if limit_bytes > self._budget_bytes:
             numbers += [
-                f". It cannot be met, and {format_bytes(kept_bytes)} is kept to from now on: "
+                f". It cannot be met, and {format_bytes(limit_bytes)} is kept to from now on: "
                 "less would make each step half as long again"
             ]
         warn(

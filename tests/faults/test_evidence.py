@@ -167,7 +167,7 @@ def test_a_value_is_compared_again_within_fifty_steps() -> None:
                 pass
             (w.sin() * w.cos()).sum().backward()
             w.grad = None
-            runtime.steps.boundary()
+            runtime.steps.end_and_begin()
         counted = runtime.session.counters().comparisons
     saved = 2  # values that are dropped in each step
     assert saved * (2 + 120 // 50) <= counted <= saved * (2 + 120 // 20)
@@ -292,7 +292,7 @@ def test_an_op_that_was_trusted_is_loud_within_fifty_steps_of_the_first_differen
             finally:
                 w.grad = None
             assert k < first + 50
-            runtime.steps.boundary()
+            runtime.steps.end_and_begin()
         assert first <= k
         drifting(w).sum().backward()  # the next step works
 

@@ -1,6 +1,6 @@
 """Two runtimes in one process, one entered after the other: what one sees being written, the other has to hear of.
 
-Does not cover: entering one within the other, which raises (tests/test_bad_input.py).
+Does not cover: entering one within the other, which raises (tests/edge/test_bad_input.py).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from delta_runtime.core.events import (
     Distance,
     EventKind,
     Exit,
-    Residency,
+    Place,
     Shortfall,
 )
 from delta_runtime.online.ledger import Ledger, LedgerError
@@ -55,8 +55,8 @@ def ledger_for(policy="recompute", **options):
 def test_layout_is_that_of_the_event_queue():
     assert EVENT_DTYPE.itemsize == 48
     assert [EVENT_DTYPE.fields[name][1] for name in EVENT_DTYPE.names] == [0, 4, 8, 16, 24, 32, 40]
-    assert set(LEGAL_MOVES) == set(Residency)
-    assert not LEGAL_MOVES[Residency.RELEASED]
+    assert set(LEGAL_MOVES) == set(Place)
+    assert not LEGAL_MOVES[Place.RELEASED]
 
 
 # ------------------------------------------------------------------------------------- the account
@@ -592,7 +592,7 @@ class AgainstNaive(RuleBasedStateMachine):
         assert ledger.dropped_bytes == naive.dropped_bytes()
         queue = ledger.rank(self.now)
         assert ledger.swapped_bytes == naive.swapped_bytes()
-        swaps = Residency.SWAPPED in ledger.policy.evicts_to
+        swaps = Place.SWAPPED in ledger.policy.evicts_to
         candidates = {
             page
             for page, row in naive.pages.items()

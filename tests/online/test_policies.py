@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from delta_runtime.core.errors import UsageError
-from delta_runtime.core.events import Residency
+from delta_runtime.core.events import Place
 from delta_runtime.online.filters import FILTERS
 from delta_runtime.online.policies import POLICIES, Policy, Stress, get_policy
 
-NO_TIER = frozenset({Residency.DROPPED})
-HOST_TIER = frozenset({Residency.DROPPED, Residency.SWAPPED})
+NO_TIER = frozenset({Place.DROPPED})
+HOST_TIER = frozenset({Place.DROPPED, Place.SWAPPED})
 
 
 def test_what_users_choose():
@@ -33,7 +33,7 @@ def test_each_filter_can_be_compared(name):
     policy = get_policy(name)
     assert policy.filter is FILTERS[name]
     assert not policy.plans
-    assert policy.on(NO_TIER).evicts_to == (Residency.DROPPED,)
+    assert policy.on(NO_TIER).evicts_to == (Place.DROPPED,)
     assert policy.stress is Stress.NONE
 
 
@@ -49,13 +49,13 @@ def test_stress_is_for_the_stress_policies_only():
 
 def test_a_policy_goes_where_the_device_has_a_tier():
     for name, each in POLICIES.items():
-        if each.evicts_to == (Residency.SWAPPED,):
+        if each.evicts_to == (Place.SWAPPED,):
             with pytest.raises(UsageError, match="no tier below"):
                 each.on(NO_TIER)
         else:
-            assert Residency.SWAPPED not in each.on(NO_TIER).evicts_to
+            assert Place.SWAPPED not in each.on(NO_TIER).evicts_to
         assert each.on(HOST_TIER).evicts_to == each.evicts_to, name
-    assert get_policy("recompute").on(HOST_TIER).evicts_to == (Residency.DROPPED,)
+    assert get_policy("recompute").on(HOST_TIER).evicts_to == (Place.DROPPED,)
 
 
 def test_names_and_descriptions():

@@ -1,0 +1,425 @@
+"""What does the runtime cost where it has nothing to do?
+
+A benchmark in three parts, each in one process with its contenders in turns:
+  (a) models: step time of M1 and M2 under a budget that never binds, over the ordinary steps around it; at most 1.02;
+  (b) ops: microseconds per atomic op of 24 tiny blocks, where launching is all that costs, of an ordinary step, of one
+      under an empty RecordFunction callback that asks for inputs and outputs (the floor), under our observer without
+      hooks, with the hooks, and as a whole `runtime.step()`; the observer costs at most 1.4 times the floor;
+  (c) saved tensors: microseconds per saved tensor, pack and unpack, of a managed tensor; at most 2.5.
+Takes about 3 minutes on two idle cores; needs no GPU. Exits 1 if a limit is missed.
+
+    python -m benchmarks.overhead [--parts models,ops,saved] [--models resnet50,gpt] [--rounds 15] [--json FILE]
+
+Differences are taken within each round; what is reported are medians with their quartiles. Parts (b) and (c) run four
+times as many rounds, on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import delta_runtime as delta
+from benchmarks.common import (
+    BENCH_WORKLOADS,
+    SEED,
+    Spread,
+    console,
+    machine,
+    train_step,
+    write_json,
+)
+from delta_runtime import _C, cpu_pool
+from delta_runtime.core.units import format_seconds
+from delta_runtime.plan_cache import CALIBRATION_STEPS
+from scripts.train_plain import THREADS
+
+MODEL_LIMIT = 1.02
+FLOOR_LIMIT = 1.4
+SAVED_LIMIT_US = 2.5
+NEVER_BINDS = "100%"
+PARTS = ("models", "ops", "saved")
+SMALL_ROUNDS = 4
+"""Rounds of parts (b) and (c) for one of part (a): they are short, and noisier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One line of the result.
+
+    Args:
+        part: of which part it is.
+        name: what was measured, on what.
+        unit: of `spread`; "" for a ratio.
+        limit: the most that its median may be; None where nothing is demanded.
+    """
+
+    part: str
+    name: str
+    unit: str
+    spread: Spread
+    limit: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        return self.limit is None or self.spread.median <= self.limit
+
+
+def in_turns(
+    contenders: dict[str, Callable[[], float]], rounds: int, warm_up: int = 2
+) -> dict[str, list[float]]:
+    """Calls all contenders once per round, in changing order; returns what each returned, by round."""
+    names = list(contenders)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(-warm_up, rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            gc.collect()
+            number = contenders[name]()
+            if turn >= 0:
+                taken[name].append(number)
+    return taken
+
+
+def quotient(a: Sequence[float], b: Sequence[float]) -> Spread:
+    """Median of `a` over median of `b`; quartiles by resampling the rounds.
+
+    Unlike the median of quotients it does not run wild where single rounds of `b` come out near zero.
+    """
+    tops, bottoms = np.asarray(a), np.asarray(b)
+    chosen = np.random.default_rng(SEED).integers(0, len(a), (1000, len(a)))
+    quotients = np.median(tops[chosen], axis=1) / np.median(bottoms[chosen], axis=1)
+    q1, q3 = np.percentile(quotients, (25, 75))
+    return Spread(float(np.median(tops) / np.median(bottoms)), float(q1), float(q3), len(a))
+
+
+def less(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    """Differences, round by round."""
+    return [x - y for x, y in zip(a, b)]
+
+
+# ----------------------------------------------------------------------------------------- (a) models
+
+
+def bench_model(name: str, rounds: int) -> list[Figure]:
+    """Step time under a budget that never binds, over the ordinary steps before and after it."""
+    workload = BENCH_WORKLOADS[name]
+    state = workload.build(SEED)
+    runtime = delta.Runtime(NEVER_BINDS, device="cpu")
+    index = 0
+
+    def step(managed: bool) -> float:
+        nonlocal index
+        index += 1
+        batch = state.batch(index)
+        gc.collect()
+        begin = time.perf_counter()
+        train_step(state, batch, runtime if managed else None)
+        return time.perf_counter() - begin
+
+    step(managed=False)
+    for _ in range(CALIBRATION_STEPS + 1):
+        step(managed=True)
+    ratios = []
+    before = step(managed=False)
+    for turn in range(rounds):
+        managed_s = step(managed=True)
+        after = step(managed=False)
+        ratios.append(2 * managed_s / (before + after))
+        console.print(
+            f"  {name} {turn + 1}/{rounds}: ordinary {format_seconds(after)}, managed "
+            f"{format_seconds(managed_s)}, ratio {ratios[-1]:.3f}"
+        )
+        before = after
+    if runtime.report().totals.drops:
+        raise RuntimeError("the budget was meant never to bind, but something was dropped")
+    runtime.close()
+    return [
+        Figure("models", f"{workload.title}: step time ratio", "", Spread.of(ratios), MODEL_LIMIT)
+    ]
+
+
+# -------------------------------------------------------------------------------------------- (b) ops
+
+BLOCKS = 24
+WIDTH = 16
+ROWS = 8
+STEPS_PER_SAMPLE = 10
+
+
+class TinyBlock(nn.Module):
+    """A residual block so small that launching its ops is all that it costs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+def bench_ops(rounds: int) -> list[Figure]:
+    """Microseconds per atomic op in five ways."""
+    torch.manual_seed(SEED)
+    model = nn.Sequential(*(TinyBlock() for _ in range(BLOCKS)))
+    x = torch.randn(ROWS, WIDTH)
+
+    def steps() -> None:
+        for _ in range(STEPS_PER_SAMPLE):
+            for parameter in model.parameters():
+                parameter.grad = None
+            model(x).sum().backward()
+
+    session = _C.Session(device="cpu", budget_bytes=1 << 50, min_bytes=0)
+    hooks = (session.pack_hook(), session.unpack_hook())
+    # min_bytes=0: everything that this tiny model saves is managed, as a large model's is.
+    runtime = delta.Runtime(NEVER_BINDS, device="cpu", min_bytes=0)
+
+    @contextlib.contextmanager
+    def floor() -> Any:
+        _C.enter_bare_observer()
+        try:
+            yield
+        finally:
+            _C.leave_bare_observer()
+
+    @contextlib.contextmanager
+    def observer(hooked: bool) -> Any:
+        session.begin_step()
+        session.enter()
+        if hooked:
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+        try:
+            yield
+        finally:
+            if hooked:
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+            session.leave()
+            session.drain_events()
+
+    with observer(hooked=False):  # learn how many ops there are
+        first = session.counters().ops
+        steps()
+        n_ops = (session.counters().ops - first) / STEPS_PER_SAMPLE
+    with runtime:  # and calibrate
+        for _ in range(CALIBRATION_STEPS + 1):
+            with runtime.step():
+                model(x).sum().backward()
+
+    def timed(context: Callable[[], Any]) -> Callable[[], float]:
+        def run() -> float:
+            with context():
+                begin = time.perf_counter()
+                steps()
+                return (time.perf_counter() - begin) / STEPS_PER_SAMPLE / n_ops * 1e6
+
+        return run
+
+    def whole() -> float:
+        begin = time.perf_counter()
+        for _ in range(STEPS_PER_SAMPLE):
+            for parameter in model.parameters():
+                parameter.grad = None
+            with runtime.step():
+                model(x).sum().backward()
+        return (time.perf_counter() - begin) / STEPS_PER_SAMPLE / n_ops * 1e6
+
+    taken = in_turns(
+        {
+            "ordinary": timed(contextlib.nullcontext),
+            "bare RecordFunction": timed(floor),
+            "our observer": timed(lambda: observer(hooked=False)),
+            "our observer and hooks": timed(lambda: observer(hooked=True)),
+            "runtime.step()": whole,
+        },
+        rounds,
+    )
+    runtime.close()
+    plain = taken["ordinary"]
+    floors = less(taken["bare RecordFunction"], plain)
+    ours = less(taken["our observer"], plain)
+    figures = [Figure("ops", "atomic ops per step", "", Spread.of([n_ops]))]
+    figures += [Figure("ops", name, "us per op", Spread.of(us)) for name, us in taken.items()]
+    figures += [
+        Figure("ops", f"{name}, above ordinary", "us per op", Spread.of(less(taken[name], plain)))
+        for name in list(taken)[1:]
+    ]
+    figures.append(Figure("ops", "our observer / bare", "", quotient(ours, floors), FLOOR_LIMIT))
+    return figures
+
+
+# ---------------------------------------------------------------------------------- (c) saved tensors
+
+SAVES = 1000
+ELEMENTS = 1024  # 4 KiB: the least that is managed by default
+
+
+def bench_saved(rounds: int) -> list[Figure]:
+    """Microseconds to pack and unpack a managed tensor: within autograd, and the two functions alone."""
+    session = _C.Session(device="cpu", budget_bytes=1 << 50)
+    pack, unpack = session.pack_hook(), session.unpack_hook()
+    x = torch.rand(ELEMENTS, requires_grad=True)
+
+    def chain() -> None:
+        y = x
+        for _ in range(SAVES):
+            y = torch.relu(y)  # saves its result
+        y.sum().backward()
+        x.grad = None
+
+    def autograd(hooked: bool) -> Callable[[], float]:
+        def run() -> float:
+            session.begin_step()
+            session.enter()
+            if hooked:
+                torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+            try:
+                begin = time.perf_counter()
+                chain()
+                return (time.perf_counter() - begin) / SAVES * 1e6
+            finally:
+                if hooked:
+                    torch._C._autograd._pop_saved_tensors_default_hooks()
+                session.leave()
+                session.drain_events()
+
+        return run
+
+    def direct(do_pack: Callable[[Any], Any], do_unpack: Callable[[Any], Any]) -> float:
+        session.begin_step()
+        session.enter()
+        try:
+            with torch.no_grad():
+                tensors = [torch.relu(x) for _ in range(SAVES)]
+            begin = time.perf_counter()
+            tickets = [do_pack(tensor) for tensor in tensors]
+            for ticket in tickets:
+                do_unpack(ticket)
+            del tickets
+            return (time.perf_counter() - begin) / SAVES * 1e6
+        finally:
+            session.leave()
+            session.drain_events()
+
+    before = session.counters().packed_bytes
+    autograd(hooked=True)()
+    managed = (session.counters().packed_bytes - before) // (4 * ELEMENTS)
+    if managed < SAVES - 1:  # the first is small change: x itself may be kept
+        raise RuntimeError(f"{managed} of {SAVES} saved tensors were managed: not what is asked")
+    taken = in_turns(
+        {
+            "hooks off": autograd(hooked=False),
+            "hooks on": autograd(hooked=True),
+            "nothing": lambda: direct(lambda t: t, lambda t: t),
+            "pack and unpack": lambda: direct(pack, unpack),
+        },
+        rounds,
+    )
+    return [
+        Figure("saved", "op observed, hooks off", "us per op", Spread.of(taken["hooks off"])),
+        Figure("saved", "op observed, hooks on", "us per op", Spread.of(taken["hooks on"])),
+        Figure(
+            "saved",
+            "pack + unpack within autograd (on - off)",
+            "us per tensor",
+            Spread.of(less(taken["hooks on"], taken["hooks off"])),
+            SAVED_LIMIT_US,
+        ),
+        Figure(
+            "saved",
+            "pack + unpack + release called from Python",
+            "us per tensor",
+            Spread.of(less(taken["pack and unpack"], taken["nothing"])),
+        ),
+    ]
+
+
+# --------------------------------------------------------------------------------------- what is shown
+
+
+@dataclass(slots=True)
+class Results:
+    """All figures, in order."""
+
+    figures: list[Figure] = field(default_factory=list)
+
+    def show(self) -> None:
+        """Prints the table."""
+        table = Table(title="The cost of a runtime that has nothing to do", title_justify="left")
+        table.add_column("")
+        table.add_column("median [quartiles]", justify="right")
+        table.add_column("")
+        table.add_column("limit", justify="right")
+        part = ""
+        for figure in self.figures:
+            if figure.part != part and part:
+                table.add_section()
+            part = figure.part
+            limit = "" if figure.limit is None else f"{figure.limit} "
+            mark = "" if figure.limit is None else ("ok" if figure.holds else "MISSED")
+            digits = 0 if figure.spread.median >= 100 else 3
+            table.add_row(figure.name, figure.spread.text(digits), figure.unit, limit + mark)
+        Console(highlight=False, width=max(console.width, 120)).print(table)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
+    parser.add_argument("--models", type=lambda text: text.split(","), default=["resnet50", "gpt"])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=THREADS, help="of part (a); others have one")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args(argv)
+    for part in arguments.parts:
+        if part not in PARTS:
+            parser.error(f"--parts: {part!r} is none of {', '.join(PARTS)}")
+    for name in arguments.models:
+        if name not in BENCH_WORKLOADS:
+            parser.error(f"--models: {name!r} is none of {', '.join(BENCH_WORKLOADS)}")
+    if arguments.rounds < 1:
+        parser.error("--rounds: at least 1")
+    torch.set_num_threads(arguments.threads)
+    cpu_pool.install()
+    about = machine()
+
+    results = Results()
+    if "models" in arguments.parts:
+        for name in arguments.models:
+            results.figures += bench_model(name, arguments.rounds)
+    torch.set_num_threads(1)  # tiny kernels: more threads are only noise
+    if "ops" in arguments.parts:
+        console.print(f"  ops: {SMALL_ROUNDS * arguments.rounds} rounds")
+        results.figures += bench_ops(SMALL_ROUNDS * arguments.rounds)
+    if "saved" in arguments.parts:
+        console.print(f"  saved tensors: {SMALL_ROUNDS * arguments.rounds} rounds")
+        results.figures += bench_saved(SMALL_ROUNDS * arguments.rounds)
+    results.show()
+    write_json(
+        arguments.json,
+        {
+            "machine": about,
+            "rounds": arguments.rounds,
+            "figures": [asdict(figure) for figure in results.figures],
+        },
+    )
+    return 0 if all(figure.holds for figure in results.figures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

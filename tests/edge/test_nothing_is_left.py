@@ -1,0 +1,94 @@
+"""After all that nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.edge.harness import (
+    MANAGED_MODES,
+    DirtyClamp,
+    boundary,
+    leaf,
+)
+from tests.support.fixtures import one_thread  # noqa: F401
+from tests.support.managed import live_bytes, managed
+
+
+def _chain_of_custom_functions(w: Tensor) -> None:
+    h = w * 1.1
+    for _ in range(2):
+        h = DirtyClamp.apply(h)[0] * 1.01
+    h.mean().backward()
+
+
+def _values_between_writes(w: Tensor) -> None:
+    with torch.no_grad():
+        h = w * 1.1
+        mask = (h.abs() < 1.5).float()
+        other = h.clone()
+        h.clamp_(-1, 1)
+        other.mul_(h)
+    ((w * mask).sum() + (w * h).exp().sum() + (w * other).sum()).backward()
+
+
+def _forward_only(w: Tensor) -> None:
+    (w * 2.0).exp().sin().sum()
+
+
+def _graph_kept_and_let_go(w: Tensor) -> None:
+    loss = F.dropout((w * 2.0).exp(), 0.5).sin().sum()
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+
+
+def _exception(w: Tensor) -> None:
+    with contextlib.suppress(ValueError):
+        h = (w * 2.0).exp().sin()
+        boundary()
+        raise ValueError(h.shape)
+
+
+def _double_backward(w: Tensor) -> None:
+    (g,) = torch.autograd.grad((w * 2.0).tanh().pow(2).sum(), w, create_graph=True)
+    g.sin().sum().backward()
+
+
+def _checkpoint(w: Tensor) -> None:
+    h = checkpoint(lambda x: F.dropout((x * 2.0).exp(), 0.5).sin(), w * 1.0, use_reentrant=False)
+    h.square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        _chain_of_custom_functions,
+        _values_between_writes,
+        _forward_only,
+        _graph_kept_and_let_go,
+        _exception,
+        _double_backward,
+        _checkpoint,
+    ],
+    ids=lambda step: step.__name__.strip("_"),
+)
+@pytest.mark.parametrize("mode", MANAGED_MODES)
+def test_nothing_is_left_behind(step: Callable[[Tensor], None], mode: str) -> None:
+    w = leaf(1 << 14)
+    block_bytes = w.numel() * w.element_size()
+    live = []
+    with managed(mode, seed=1):
+        for _ in range(8):
+            step(w)
+            w.grad = None
+            gc.collect()
+            live.append(live_bytes())
+    # A value or two may wait for the next op boundary; one more with each step is a leak.
+    assert max(live[4:]) - max(live[:4]) < block_bytes, live
