@@ -21,8 +21,6 @@
 namespace delta {
 namespace {
 
-std::atomic<bool> g_poison{false};
-
 // Ops that write running statistics, marked in their schema or not; the outputs do not depend on
 // the old statistics while training. Name without overload -> (written arguments, index of
 // `training`; -1: always).
@@ -356,20 +354,6 @@ bool autocast_applies(const OpInfo& info, c10::ArrayRef<const c10::IValue> input
 }
 
 }  // namespace
-
-const std::vector<const char*>& sabotage_names() {
-  static const std::vector<const char*> names = {
-#define DELTA_SABOTAGE_NAME(name) #name,
-      DELTA_SABOTAGES(DELTA_SABOTAGE_NAME)
-#undef DELTA_SABOTAGE_NAME
-  };
-  return names;
-}
-
-void set_sabotage(Sabotage which) { g_sabotage.store(which); }
-
-bool poisons() { return g_poison.load(std::memory_order_relaxed); }
-void set_poison(bool on) { g_poison.store(on); }
 
 OpInfo* clone_op_info() {
   static OpInfo* info =

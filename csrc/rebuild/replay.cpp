@@ -8,6 +8,7 @@
 
 #include "pool/cpu_pool.h"
 #include "rebuild/quiet.h"
+#include "util/bytes_of.h"
 #include "util/errors.h"
 #include "util/signals.h"
 #include "util/streams.h"

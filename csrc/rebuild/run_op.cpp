@@ -11,6 +11,7 @@
 #include "rebuild/quiet.h"
 #include "rebuild/replay_thread.h"
 #include "rebuild/shortcuts.h"
+#include "util/bytes_of.h"
 #include "util/errors.h"
 #include "util/python_random.h"
 #include "util/signals.h"

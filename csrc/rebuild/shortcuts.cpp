@@ -20,6 +20,7 @@
 
 #include "observe/op_info.h"
 #include "state/values.h"
+#include "util/bytes_of.h"
 
 namespace delta {
 namespace {

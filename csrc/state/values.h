@@ -317,7 +317,4 @@ inline int64_t version_of(const at::Tensor& t) {
 // exactly.
 bool is_plain(const at::Tensor& t);
 
-// All bytes of a storage as a uint8 tensor.
-at::Tensor bytes_of(const c10::Storage& storage);
-
 }  // namespace delta

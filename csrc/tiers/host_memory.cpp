@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "observe/op_info.h"
+#include "util/sabotage.h"
 
 namespace delta {
 

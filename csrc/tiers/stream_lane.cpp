@@ -13,7 +13,8 @@
 
 #include <cerrno>
 
-#include "state/values.h"
+#include "util/bytes_of.h"
+#include "util/sabotage.h"
 
 namespace delta {
 

@@ -2,8 +2,6 @@
 
 #include <cstring>
 
-#include "observe/op_info.h"
-
 namespace delta {
 namespace {
 

@@ -1,4 +1,4 @@
-// A 128-bit hash of bytes, at the speed of memory: what evidence rests on.
+// Hashes: of bytes, at the speed of memory, on which evidence rests; and of single numbers.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +20,12 @@ inline void hash_bytes(const void* data, int64_t bytes, uint64_t out[2]) {
   const Hash128 h = hash_of(data, bytes);
   out[0] = h.words[0];
   out[1] = h.words[1];
+}
+
+inline uint64_t mix(uint64_t h, uint64_t v) {
+  h ^= v + 0x9e3779b97f4a7c15ULL + (h << 6) + (h >> 2);
+  h *= 0xff51afd7ed558ccdULL;
+  return h ^ (h >> 32);
 }
 
 }  // namespace delta

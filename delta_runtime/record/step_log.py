@@ -86,7 +86,7 @@ def read_step_graph(session: Any, events: Events) -> StepGraph | None:
         value_bytes=values["bytes"].copy(),
         value_fingerprint=ops["fingerprint"][value_op],
         value_repeats=values["repeats"] != 0,
-        saved=saved.keys,
+        saved=saved.values,
         saved_at=saved.saved_at,
         alone_at=saved.last_tick(EventKind.ALONE, ticks),
         released_at=saved.last_tick(EventKind.RELEASED, ticks),
@@ -115,15 +115,15 @@ class _Saved:
     Args:
         events: of the step.
         begin: its first tick.
-        keys: of the values, in the order in which they were saved.
+        values: their numbers, in the order in which they were saved.
         saved_at: tick at which each was.
         pages: the pages that they lay in, in order.
-        rows: the value of each page, as an index into `keys`.
+        rows: the value of each page, as an index into `values`.
     """
 
     events: Events
     begin: int
-    keys: Ints
+    values: Ints
     saved_at: Ints
     pages: Ints
     rows: Ints
@@ -150,7 +150,7 @@ class _Saved:
         return cls(
             events=events,
             begin=begin,
-            keys=keys.astype(np.int64),
+            values=keys.astype(np.int64),
             saved_at=(packed["tick"][first_rows] - begin).astype(np.int64),
             pages=pages,
             rows=place[page_key],
@@ -165,7 +165,7 @@ class _Saved:
 
     def last_tick(self, kind: EventKind, otherwise: int) -> Ints:
         """For each value when an event of a kind came last; `otherwise` where none did."""
-        ticks = np.full(len(self.keys), otherwise, dtype=np.int64)
+        ticks = np.full(len(self.values), otherwise, dtype=np.int64)
         at, when = self._ticks_of(kind)
         ticks[at] = when
         return ticks
@@ -173,6 +173,6 @@ class _Saved:
     def uses(self) -> tuple[Ints, Ints]:
         """The ticks at which autograd asked for each value: CSR offsets, and the ticks."""
         at, when = self._ticks_of(EventKind.USED)
-        offsets = np.zeros(len(self.keys) + 1, dtype=np.int64)
-        np.cumsum(np.bincount(at, minlength=len(self.keys)), out=offsets[1:])
+        offsets = np.zeros(len(self.values) + 1, dtype=np.int64)
+        np.cumsum(np.bincount(at, minlength=len(self.values)), out=offsets[1:])
         return offsets, when[np.lexsort((when, at))].astype(np.int64)
