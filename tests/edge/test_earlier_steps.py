@@ -19,15 +19,9 @@ from delta_runtime import cpu_pool
 from delta_runtime.core.step_graph import StepGraph
 from tests.support.bitwise import Snapshot, assert_same_bits, freeze, gradients
 from tests.support.fixtures import one_thread  # noqa: F401
+from tests.support.nets import net
 
 WIDTH, ROWS, LAYERS = 64, 1024, 6
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)) for _ in range(LAYERS))
-    )
 
 
 def inputs_by_name(graph: StepGraph, name: str) -> list[list[int]]:
@@ -131,7 +125,7 @@ def test_several_backwards_and_values_of_earlier_steps(step, caplog):
     caplog.set_level(logging.INFO)
 
     def train(runtime: delta.Runtime | None, times: int) -> Snapshot:
-        model = net()
+        model = net(WIDTH, LAYERS, nn.Tanh, dropout=0.1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         snapshot: Snapshot = {}
         for index in range(times):

@@ -32,6 +32,7 @@ from delta_runtime.extension import shielded
 from delta_runtime.planners import joint_heuristic
 from scripts.stress_interrupts import leftovers
 from tests.support.fixtures import one_thread  # noqa: F401
+from tests.support.nets import net
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH, ROWS, LAYERS = 64, 512, 4
@@ -69,12 +70,6 @@ def nothing_is_left():
     assert not leftovers()
 
 
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)]
-    return nn.Sequential(*layers)
-
-
 def step(model: nn.Module) -> None:
     model(torch.ones(ROWS, WIDTH)).square().mean().backward()
 
@@ -88,7 +83,7 @@ def tight(**settings: object) -> delta.Runtime:
 
 def check_that_the_next_one_works() -> None:
     assert not leftovers()
-    expected, model = net(), net()
+    expected, model = net(WIDTH, LAYERS), net(WIDTH, LAYERS)
     step(expected)
     runtime = tight()
     with runtime.step():
@@ -135,7 +130,7 @@ def interrupted_at(runtime: delta.Runtime, method: str, interrupt: Callable[[], 
 @pytest.mark.parametrize("method", OWNERS)
 @pytest.mark.parametrize("marked", [True, False], ids=["step", "context"])
 def test_an_interrupt_in_the_runtimes_own_code_arrives(way, method, marked, monkeypatch):
-    model = net()
+    model = net(WIDTH, LAYERS)
     runtime = tight(policy="dtr")
     ran = interrupted_at(runtime, method, interrupt_by(way), monkeypatch)
     with pytest.raises(WAYS[way]):
@@ -166,7 +161,7 @@ def test_a_handler_that_raises_nothing_runs_once_and_in_the_programs_code(monkey
         )
         with runtime:
             for _ in range(3):
-                step(net())
+                step(net(WIDTH, LAYERS))
     finally:
         signal.signal(signal.SIGUSR1, former)
     assert ran and len(frames) == 1
@@ -187,7 +182,7 @@ def test_planning_is_broken_off(monkeypatch):
         pytest.fail("nobody stopped it")
 
     runtime = tight()
-    model = net()
+    model = net(WIDTH, LAYERS)
     with monkeypatch.context() as patch:
         patch.setattr(joint_heuristic, "plan", endless)
         with pytest.raises(KeyboardInterrupt), runtime:
@@ -202,7 +197,7 @@ def test_planning_is_broken_off(monkeypatch):
 
 
 def test_an_error_of_a_policy_is_told_and_does_not_stop_the_training(monkeypatch):
-    model = net()
+    model = net(WIDTH, LAYERS)
     runtime = tight(policy="dtr")
     told = []
 
@@ -224,7 +219,7 @@ def test_an_error_that_another_thread_sends_arrives():
     class Sent(BaseException):
         pass
 
-    model = net()
+    model = net(WIDTH, LAYERS)
     runtime = tight(policy="dtr")
     ran = []
 
@@ -491,7 +486,7 @@ def test_a_handler_of_c_code_is_left_alone():
 
 def test_contexts_are_decorators_as_before():
     runtime = delta.Runtime("100%", device="cpu")
-    model = net()
+    model = net(WIDTH, LAYERS)
 
     @runtime.step()
     def train() -> None:

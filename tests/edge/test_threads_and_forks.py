@@ -21,6 +21,7 @@ import delta_runtime as delta
 from delta_runtime import cpu_pool
 from scripts.stress_interrupts import leftovers
 from tests.support.fixtures import one_thread  # noqa: F401
+from tests.support.nets import net
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,11 +35,6 @@ def nothing_is_left():
 
 def train(model: nn.Module) -> None:
     model(torch.ones(1024, 64)).square().mean().backward()
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
 
 
 def on_another_thread(work: Callable[[], None]) -> BaseException | None:

@@ -16,13 +16,9 @@ import delta_runtime as delta
 from delta_runtime import cpu_pool
 from tests.support.bitwise import assert_same_bits, gradients
 from tests.support.fixtures import one_thread  # noqa: F401
+from tests.support.nets import net
 
 WIDTH, SAMPLES, AHEAD = 128, 512, 4
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8)))
 
 
 def fetched_ahead(model: nn.Module) -> None:
@@ -44,7 +40,7 @@ def peak_bytes(work: Callable[[], None]) -> int:
 
 def test_samples_drawn_one_by_one_cost_next_to_nothing():
     cpu_pool.install()
-    model, expected = net(), net()
+    model, expected = net(WIDTH, activation=nn.Tanh), net(WIDTH, activation=nn.Tanh)
     fetched_ahead(expected)
     expected.zero_grad(set_to_none=True)
     gc.collect()
@@ -79,7 +75,7 @@ def test_large_random_tensors_are_remembered_behind_many_small_ones():
             h = nn.functional.dropout(layer(h), 0.1)
         h.square().mean().backward()
 
-    model, expected = net(), net()
+    model, expected = net(WIDTH, activation=nn.Tanh), net(WIDTH, activation=nn.Tanh)
     train(expected)
     runtime = delta.Runtime("100%", device="cpu", policy="stress_drop_all")
     with runtime.step():

@@ -24,6 +24,7 @@ from delta_runtime import device as device_module
 from delta_runtime.config import Config, Launched
 from delta_runtime.report.step_report import StepReport, StepTotals
 from tests.support.fixtures import one_thread  # noqa: F401
+from tests.support.nets import net
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -75,13 +76,8 @@ def line_of(program: str, words: str) -> int:
 # ------------------------------------------------------------------------------ the closing sentence
 
 
-def net(layers: int = 8) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(layers)))
-
-
 def test_the_closing_sentence_is_about_all_steps_and_not_a_last_odd_one():
-    model = net()
+    model = net(activation=nn.Tanh)
     runtime = delta.Runtime(cpu_pool.allocated_bytes() + int(2.7e6), device="cpu")
     for rows in (1024, 1024, 1024, 8):
         with runtime.step():
@@ -113,7 +109,7 @@ def test_a_budget_passed_once_is_not_one_that_was_passed_always():
 
 
 def test_steps_over_the_budget_are_counted():
-    model = net()
+    model = net(activation=nn.Tanh)
     # Room for the second step only.
     runtime = delta.Runtime(cpu_pool.allocated_bytes() + int(0.9e6), device="cpu")
     with warnings.catch_warnings():
@@ -394,7 +390,7 @@ def test_an_optimizer_that_raises_leaves_nothing_stuck():
         def step(self, closure: None = None) -> None:
             raise ValueError
 
-    model = net()
+    model = net(activation=nn.Tanh)
     optimizer = Failing(model.parameters(), lr=0.1)
     drops = 0
     with delta.Runtime("100%", device="cpu", policy="stress_drop_all") as runtime:
