@@ -84,7 +84,7 @@ class Device:
 
     @contextlib.contextmanager
     def wall(self, wall_bytes: int) -> Iterator[None]:
-        """The device has so many bytes, what the allocator caches included."""
+        """Give the device so many bytes, what the allocator caches included."""
         free_memory()
         if self._fake is not None:
             self._fake.set_capacity(wall_bytes)
@@ -102,7 +102,7 @@ class Device:
                 torch.cuda.set_per_process_memory_fraction(1.0, self.torch)
 
     def about(self) -> dict[str, Any]:
-        """What a figure depends on: the card, its driver, and the versions of what drives it."""
+        """Return what a figure depends on: the card, its driver, and the versions of what drives it."""
         about = machine() | {"device": str(self.torch), "simulated": self.simulated}
         if self.torch.type == "cuda":
             properties = torch.cuda.get_device_properties(self.torch)
@@ -321,7 +321,7 @@ BLOCKS_HERE = (*BLOCKS, "LlamaDecoderLayer")
 
 
 def peer(name: str, module: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """What a step of a peer runs in."""
+    """Return what a step of a peer runs in."""
     from benchmarks.common import checkpointed
 
     if name == "checkpoint":
@@ -362,7 +362,7 @@ def inwords(error: Exception) -> str:
 
 
 def attempt(row: Row, job: Job, run: Callable[[], None]) -> None:
-    """A contender that fails is out; the others go on."""
+    """Take a contender out that fails; the others go on."""
     try:
         run()
     except (torch.OutOfMemoryError, delta.DeltaError, RuntimeError) as error:
@@ -383,7 +383,7 @@ class Needs:
 
 
 def needs(job: Job, batch_size: int) -> Needs:
-    """Runs two ordinary steps, and one that is only observed."""
+    """Run two ordinary steps, and one that is only observed."""
     for _ in range(2):
         torch.accelerator.reset_peak_memory_stats()
         job.step(contextlib.nullcontext(), batch_size)
@@ -396,7 +396,7 @@ def needs(job: Job, batch_size: int) -> Needs:
 
 
 def speed(device: Device, name: str, shares: list[float], rounds: int) -> list[Row]:
-    """Times all contenders of one model, in turns."""
+    """Time all contenders of one model, in turns."""
     job = Job(device, MODELS[name])
     size = job.model.batch_size
     need = needs(job, size)
@@ -473,7 +473,7 @@ def show_speed(rows: list[Row]) -> None:
 
 
 def _budget(wall_bytes: int) -> int:
-    """What a user would ask for behind a wall: a twentieth of it for what the allocator cannot use."""
+    """Return what a user would ask for behind a wall: a twentieth of it for what the allocator cannot use."""
     return int(0.95 * wall_bytes)
 
 
@@ -522,7 +522,7 @@ def walls(device: Device, name: str, wall_bytes: list[int]) -> list[dict[str, An
 
 
 def largest_batch(device: Device, name: str, way: str, wall_bytes: int, most: int) -> int:
-    """The largest batch that trains, to an eighth; 0 if none does. None above `most` is tried."""
+    """Return the largest batch that trains, to an eighth; 0 if none does. None above `most` is tried."""
     fits, too_large = 0, 1
     while too_large <= most and not trains(device, name, way, wall_bytes, too_large):
         fits, too_large = too_large, 2 * too_large

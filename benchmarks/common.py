@@ -51,7 +51,7 @@ class Spread:
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Spread:
-        """The spread of at least one number."""
+        """Return the spread of at least one number."""
         q1, median, q3 = np.percentile(np.asarray(numbers, dtype=float), (25, 50, 75))
         return cls(float(median), float(q1), float(q3), len(numbers))
 
@@ -61,7 +61,7 @@ class Spread:
 
 
 def machine() -> dict[str, Any]:
-    """What a figure depends on beside the code: torch, CPU, threads, and when it was measured."""
+    """Return what a figure depends on beside the code: torch, CPU, threads, and when it was measured."""
     name = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -80,14 +80,14 @@ def machine() -> dict[str, Any]:
 
 
 def write_json(path: Path | None, content: Any) -> None:
-    """Writes a file, where one is asked for."""
+    """Write a file, where one is asked for."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def train_step(state: TrainState, batch: Batch, runtime: delta.Runtime | None = None) -> None:
-    """Runs one whole step; with a runtime, forward and backward inside of `runtime.step()`."""
+    """Run one whole step; with a runtime, forward and backward inside of `runtime.step()`."""
     state.optimizer.zero_grad(set_to_none=True)
     with runtime.step() if runtime else contextlib.nullcontext():
         state.loss(batch).backward()
@@ -113,16 +113,16 @@ class Measured:
     least_op: str
 
     def budget_bytes(self, share: float) -> int:
-        """The budget that leaves `share` of the activations."""
+        """Return the budget that leaves `share` of the activations."""
         return self.peak_bytes - int((1 - share) * self.activation_bytes)
 
     def of_activations(self, budget_bytes: int) -> float:
-        """The share of the activations that a budget leaves."""
+        """Return the share of the activations that a budget leaves."""
         return 1 - (self.peak_bytes - budget_bytes) / self.activation_bytes
 
 
 def measure(state: TrainState) -> Measured:
-    """Runs two ordinary steps and one that is only observed."""
+    """Run two ordinary steps and one that is only observed."""
     peak_bytes = 0
     for index in range(2):
         batch = state.batch(index)
@@ -192,7 +192,7 @@ BENCH_WORKLOADS: dict[str, Workload] = WORKLOADS | {
 
 @contextlib.contextmanager
 def checkpointed(model: nn.Module, classes: Sequence[str] = BLOCKS) -> Iterator[int]:
-    """Puts torch.utils.checkpoint around every module of the named classes; yields their number.
+    """Put torch.utils.checkpoint around every module of the named classes; yield their number.
 
     Running statistics of batch norm are updated twice in a step, as they are by everyone who does this.
     """
@@ -215,5 +215,5 @@ def checkpointed(model: nn.Module, classes: Sequence[str] = BLOCKS) -> Iterator[
 
 
 def words(text: str) -> list[str]:
-    """The words of an option that takes several, with commas between."""
+    """Return the words of an option that takes several, with commas between."""
     return [word.strip() for word in text.split(",") if word.strip()]

@@ -63,7 +63,7 @@ class Trainer:
         return answer
 
     def train(self, steps: int) -> list[float]:
-        """Runs steps, and returns the seconds of each.
+        """Run steps, and return the seconds of each.
 
         Raises:
             RuntimeError: the process ended.
@@ -74,7 +74,7 @@ class Trainer:
         return self._answer()
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -111,7 +111,7 @@ def train(tree: str, model: str, share: float) -> None:
 
 
 def interval(numbers: Sequence[float]) -> tuple[float, float]:
-    """The narrowest two of the numbers, as far from either end, that hold the median at 95 % or more.
+    """Return the narrowest two of the numbers, as far from either end, that hold the median at 95 % or more.
 
     Fewer than six cannot: the least and the greatest of them.
     """

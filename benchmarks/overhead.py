@@ -82,7 +82,7 @@ class Figure:
 def in_turns(
     contenders: dict[str, Callable[[], float]], rounds: int, warm_up: int = 2
 ) -> dict[str, list[float]]:
-    """Calls all contenders once per round, in changing order; returns what each returned, by round."""
+    """Call all contenders once per round, in changing order; return what each returned, by round."""
     names = list(contenders)
     taken: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(-warm_up, rounds):
@@ -360,7 +360,7 @@ class Results:
     figures: list[Figure] = field(default_factory=list)
 
     def show(self) -> None:
-        """Prints the table."""
+        """Print the table."""
         table = Table(title="The cost of a runtime that has nothing to do", title_justify="left")
         table.add_column("")
         table.add_column("median [quartiles]", justify="right")

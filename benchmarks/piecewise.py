@@ -53,12 +53,12 @@ class PieceTimer:
             output.register_hook(self._mark)
 
     def begin(self) -> None:
-        """The step begins."""
+        """Begin a step."""
         self._marks.clear()
         self._mark()
 
     def end(self) -> Pieces:
-        """The step has ended."""
+        """End the step."""
         self._mark()
         return np.diff(self._marks)
 

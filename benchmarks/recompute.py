@@ -129,7 +129,7 @@ class Contender:
         self.watch: RebuildWatch | None = None
 
     def start(self) -> None:
-        """Makes what the steps need."""
+        """Make what the steps need."""
         policy = self.name.split()[0]
         self.runtime = delta.Runtime(self.budget_bytes, policy=policy, device="cpu")
         self.watch = RebuildWatch(self.runtime)
@@ -139,7 +139,7 @@ class Contender:
             self.runtime.close()
 
     def step(self, state: TrainState, batch: Batch) -> float:
-        """Runs one step under the capacity; returns its seconds, nan after it ran out of memory."""
+        """Run one step under the capacity; return its seconds, nan after it ran out of memory."""
         gc.collect()
         cpu_pool.set_capacity(self.budget_bytes)
         cpu_pool.reset_peak()
@@ -162,7 +162,7 @@ class Contender:
         train_step(state, batch, self.runtime)
 
     def sample(self, seconds: float, ordinary_s: float) -> None:
-        """Takes the step that was timed last into the account."""
+        """Take the step that was timed last into the account."""
         assert self.runtime is not None and self.watch is not None
         last = self.runtime.report().last
         again = self.watch.take()
@@ -236,7 +236,7 @@ class Row:
 
 
 def row_of(model: str, contender: Contender, measured: Measured) -> Row:
-    """Sums a contender up."""
+    """Sum a contender up."""
     samples = contender.samples if not contender.failure else []
 
     def median(get: Callable[[Sample], float]) -> float:
@@ -422,7 +422,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def show(results: Sequence[Result]) -> None:
-    """Prints the table."""
+    """Print the table."""
     table = Table(title="Step time inside a budget, over ordinary steps", title_justify="left")
     for i, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="left" if i < 2 else "right", no_wrap=True)
@@ -441,7 +441,7 @@ def show(results: Sequence[Result]) -> None:
 
 
 def markdown(results: Sequence[Result], about: dict[str, Any]) -> str:
-    """The same table in Markdown."""
+    """Return the same table in Markdown."""
     lines = [
         f"torch {about['torch']}, {about['cpu']}, {about['threads']} threads, {about['date'][:10]}. "
         "Ratio: median [quartiles] of step time over the ordinary steps around it.",

@@ -150,7 +150,7 @@ class Cell:
         return self.ratio.median if self.ratio else float("inf")
 
     def ratios(self) -> list[float]:
-        """The quiet ratio, the seconds that were waited added once more: of all rounds, and of either half."""
+        """Return the quiet ratio, the seconds that were waited added once more: of all rounds, and of either half."""
         if not self.quiet_s:
             return [self.quiet_ratio]
         waits = self.stall_s / self.ordinary_s
@@ -169,7 +169,7 @@ class Findings:
 
     @classmethod
     def of(cls, cells: Sequence[Cell]) -> Findings:
-        """The findings of the runs that cut steps into pieces; the last one where none did."""
+        """Return the findings of the runs that cut steps into pieces; the last one where none did."""
         return cls([c for c in cells if c.quiet_s] or cells[-1:])
 
     @property
@@ -253,7 +253,7 @@ class Bench:
         self.measured: Measured = measure(self.state)
 
     def ordinary(self) -> Pieces:
-        """An ordinary step."""
+        """Run an ordinary step."""
         self.index += 1
         batch = self.state.batch(self.index)
         gc.collect()
@@ -262,7 +262,7 @@ class Bench:
         return self.timer.end()
 
     def managed(self, contender: Contender, budget_bytes: int) -> Pieces:
-        """A step inside the budget; empty where it ran out of memory, now or before."""
+        """Run a step inside the budget; empty where it ran out of memory, now or before."""
         pieces = np.zeros(0)
         if contender.failure:
             return pieces
@@ -309,7 +309,7 @@ class Bench:
         return [self.close(c, share, budget_bytes, ordinaries) for c in contenders]
 
     def take_turn(self, contender: Contender, index: int, budget_bytes: int) -> None:
-        """Times some steps of one contender: nothing of them if one fails, nothing before if its plan changes."""
+        """Time some steps of one contender: nothing of them if one fails, nothing before if its plan changes."""
         runtime = contender.runtime
         plan = runtime.plan()
         turn, lasts = [], []
@@ -341,7 +341,7 @@ class Bench:
         return [c for c in timed if fast(c)]
 
     def start(self, link: str, policy: str, budget_bytes: int) -> Contender:
-        """Makes a runtime and lets it see as many steps as it needs for its last plan."""
+        """Make a runtime and let it see as many steps as it needs for its last plan."""
         below: dict[str, Any] = {}
         if link == DISK:
             below = {
@@ -356,7 +356,7 @@ class Bench:
         return contender
 
     def settle(self, contender: Contender, budget_bytes: int) -> None:
-        """Runs steps until a plan stays, but no more than that takes at the most."""
+        """Run steps until a plan stays, but no more than that takes at the most."""
         for index in range(STEPS_TO_SETTLE):
             self.managed(contender, budget_bytes)
             plans = POLICIES[contender.policy].plans
@@ -370,7 +370,7 @@ class Bench:
         budget_bytes: int,
         ordinaries: list[list[Pieces]],
     ) -> Cell:
-        """What one contender has shown."""
+        """Return what one contender has shown."""
         runtime, lasts = contender.runtime, contender.lasts
         if not contender.turns and not contender.failure:
             contender.failure = "no plan stayed for a turn"
@@ -435,7 +435,7 @@ HEADINGS += ("auto is, by ratio", "by count")
 
 
 def verdict(difference: float, best: float, least: float) -> str:
-    """What `auto` is.
+    """Return what `auto` is.
 
     Args:
         difference: its extra time less that of the better of swap and recompute, as a share of a step.
@@ -448,7 +448,7 @@ def verdict(difference: float, best: float, least: float) -> str:
 
 
 def judged(found: dict[str, Findings | None]) -> tuple[str, str]:
-    """What `auto` is at one place by the ratios, with the differences in per cent, and by the count."""
+    """Return what `auto` is at one place by the ratios, with the differences in per cent, and by the count."""
     auto = found["auto"]
     rivals = [f for f in (found["swap"], found["recompute"]) if f is not None and not f.failed]
     if auto is None or not rivals:
@@ -471,7 +471,7 @@ def apart(by_ratio: Iterable[str]) -> list[float]:
 
 
 def show(cells: list[Cell]) -> bool:
-    """Prints the table; whether `auto` is worse somewhere, by the ratios."""
+    """Print the table; whether `auto` is worse somewhere, by the ratios."""
     table = Table(title="Extra time in % of a step, counted (measured ratio)", title_justify="left")
     for i, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="left" if i < 2 else "right")
@@ -496,7 +496,7 @@ def show(cells: list[Cell]) -> bool:
 
 
 def read(paths: list[Path]) -> list[Cell]:
-    """The cells of earlier runs."""
+    """Return the cells of earlier runs."""
     cells = []
     for run, path in enumerate(paths):
         for each in json.loads(path.read_text())["cells"]:
@@ -529,7 +529,7 @@ def rows(cells: list[Cell]) -> list[tuple[str, ...]]:
 
 
 def markdown(cells: list[Cell]) -> str:
-    """The table in Markdown."""
+    """Return the table in Markdown."""
     lines = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
     lines += ["| " + " | ".join(row) + " |" for row in rows(cells)]
     return "\n".join(lines) + "\n"

@@ -33,7 +33,7 @@ POOL_BYTES = 256 << 20
 
 
 def copy_blocks(bytes_per_s: float, copying: Any, ending: Any) -> None:
-    """Copies at the speed of a link whenever it is told to. Runs in a process of its own."""
+    """Copy at the speed of a link whenever it is told to. Runs in a process of its own."""
     source = np.ones(POOL_BYTES, np.uint8)
     target = np.zeros_like(source)
     begin, at = 0, time.perf_counter()

@@ -30,12 +30,12 @@ MakePlan = Callable[[StepGraph, int], Plan]
 
 
 def affordable_s(graph: StepGraph) -> float:
-    """Seconds of recomputing in a step that its user can bear, by its record."""
+    """Return the seconds of recomputing in a step that its user can bear, by its record."""
     return _bearable_s(graph.seconds, graph.n_ops)
 
 
 def bearable_s(observed_s: float, n_ops: int) -> float:
-    """The same by the clock.
+    """Return the seconds of recomputing that its user can bear, by the clock.
 
     Args:
         observed_s: seconds of a step without what it recomputed.

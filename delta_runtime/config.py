@@ -86,7 +86,7 @@ class Config:
             object.__setattr__(self, field.name, checked)
 
     def budget_bytes(self, capacity_bytes: int | None = None) -> int | None:
-        """The budget in bytes on a device of `capacity_bytes`; None stands for ``"auto"``.
+        """Return the budget in bytes on a device of `capacity_bytes`; None stands for ``"auto"``.
 
         Without a capacity None stands for a share too.
 
@@ -137,7 +137,7 @@ class Config:
 
 
 def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables that begin with ``DELTA_`` but are none of ours: probably misspelt.
+    """Return the variables that begin with ``DELTA_`` but are none of ours: probably misspelt.
 
     Returns:
         Each with the nearest of ours; with "" where none is near. Those of git-delta, a pager of the
@@ -156,7 +156,7 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str
 
 
 def told_of_unknown(environ: Mapping[str, str] | None = None) -> str:
-    """What to say of the unknown variables; empty where there is none.
+    """Return what to say of the unknown variables; empty where there is none.
 
     Without a budget the others have no effect anyway: then only a misspelt budget is told.
     """
@@ -249,7 +249,7 @@ _GIT_DELTA = ("FEATURES", "PAGER", "NAVIGATE", "EXPERIMENTAL_")
 
 
 def _check_unit(text: str) -> None:
-    """Refuses a budget that cannot have been meant."""
+    """Refuse a budget that cannot have been meant."""
     budget_bytes = parse_budget(text, name=BUDGET_VARIABLE)
     if budget_bytes is None or budget_bytes >= LEAST_BUDGET_BYTES:
         return
@@ -283,7 +283,7 @@ def _check_positive_bytes(name: str, value: Any) -> int:
 
 
 def _check_link(name: str, value: Any) -> float | str:
-    """A speed, or the name of a profile (which only the lanes know)."""
+    """Read a speed, or the name of a profile (which only the lanes know)."""
     if isinstance(value, str) and re.fullmatch(r"\s*[A-Za-z][\w.-]*\s*", value):
         return value.strip()
     if isinstance(value, str):

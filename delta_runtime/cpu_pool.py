@@ -48,7 +48,7 @@ def set_capacity(limit: BytesSpec | None) -> None:
 
 
 def capacity_bytes() -> int | None:
-    """The capacity in bytes; None when there is none."""
+    """Return the capacity in bytes; None when there is none."""
     return int(_pool.capacity_bytes()) or None
 
 

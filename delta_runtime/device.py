@@ -14,7 +14,7 @@ _AUTO_MARGIN = 0.05
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """The device of that name; for None the current accelerator, or the CPU where there is none.
+    """Return the device of that name; for None the current accelerator, or the CPU where there is none.
 
     Raises:
         UsageError: there is no such device here.
@@ -37,7 +37,7 @@ def resolve_device(name: str | None) -> torch.device:
 
 
 def resolve_budget(config: Config, device: torch.device) -> int:
-    """The budget in bytes on this device.
+    """Return the budget in bytes on this device.
 
     Processes that a launcher started together on one machine share its RAM: on the CPU "auto" and
     shares are of one process's part of it.

@@ -29,7 +29,7 @@ class Enterable(Protocol):
         """End it without the thread that it is entered on."""
 
     def infeasible(self) -> BudgetInfeasible:
-        """What is to be said of a budget that cannot be met."""
+        """Return what is to be said of a budget that cannot be met."""
 
     def mark_written(self, tensor: torch.Tensor) -> None:
         """Take in that code outside of the dispatcher wrote to a tensor's storage."""
@@ -40,7 +40,7 @@ _lock = threading.Lock()
 
 
 def entered() -> Enterable | None:
-    """The runtime that is entered in this process; None where none is."""
+    """Return the runtime that is entered in this process; None where none is."""
     return _entered
 
 
@@ -97,7 +97,7 @@ class BudgetInfeasibleInOp(BudgetInfeasible, torch.OutOfMemoryError):
 
 
 def _forget_after_fork() -> None:
-    """A forked child (a data-loader worker) starts with the runtime off."""
+    """Start a forked child (a data-loader worker) with the runtime off."""
     global _entered, _lock
     _C.set_main_thread(threading.get_ident())  # the thread that forked is the only one here
     _lock = threading.Lock()  # whoever held it does not exist here

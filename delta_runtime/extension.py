@@ -36,7 +36,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def shielded(function: Function) -> Function:
-    """A function or method that no signal handler interrupts.
+    """Return a function or method that no signal handler interrupts.
 
     What keeps the runtime's state together (entering, leaving, what runs at the boundaries of steps)
     must not stop half-way because somebody presses Ctrl-C. The signal is not lost: its handler runs

@@ -223,7 +223,7 @@ class PlanCache:
         )
 
     def limit_bytes(self, budget_bytes: int) -> int:
-        """What the next step is to keep to: the budget, or a higher peak where it was given up."""
+        """Return what the next step is to keep to: the budget, or a higher peak where it was given up."""
         if not self._yielded:
             return budget_bytes
         reliefs = [known.relief.peak_bytes for known in self._known.values() if known.relief]
@@ -310,7 +310,7 @@ class PlanCache:
         )
 
     def _of(self, cost: StepCost) -> _Known | None:
-        """What is known of a step that was not recorded."""
+        """Return what is known of a step that was not recorded."""
         alike = [
             known
             for known in reversed(self._known.values())
@@ -370,7 +370,7 @@ class PlanCache:
             known.settle()
 
     def _yield_if_hopeless(self, known: _Known | None, budget_bytes: int) -> None:
-        """Gives the budget up where it cannot be met, and finds what to keep to; see the Note."""
+        """Give the budget up where it cannot be met, and find what to keep to; see the Note."""
         cost = self._last
         if not (self._yields and cost is not None and cost.whole):
             return
@@ -433,7 +433,7 @@ class PlanCache:
         return joint_heuristic.plan(graph, budget_bytes, drops=self._drops, most_work=MOST_WORK)
 
     def _forget_beginnings(self, graph: StepGraph) -> None:
-        """A forward alone is no step of its own once the whole of it is known."""
+        """Forget steps of a forward alone, once the whole that it begins is known."""
         for key, known in list(self._known.items()):
             part = known.graph.value_fingerprint
             if len(known.graph.uses) == 0 and np.array_equal(
@@ -491,7 +491,7 @@ class PlanCache:
         return known.plan
 
     def plans(self) -> list[tuple[StepGraph, Plan]]:
-        """The known graphs that have a plan, latest first, each with it.
+        """Return the known graphs that have a plan, latest first, each with it.
 
         Where no plans are made, each has one that moves nothing: what it tells is when values are asked for.
         """

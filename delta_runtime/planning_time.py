@@ -61,7 +61,7 @@ class PlanningTime:
 
     @contextlib.contextmanager
     def planning(self, *, free: bool = False) -> Iterator[None]:
-        """Counts what is done inside, once where these are nested.
+        """Count what is done inside, once where these are nested.
 
         Args:
             free: whether it may take what it takes, without being held against what comes later.

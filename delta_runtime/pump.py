@@ -79,12 +79,12 @@ class Pump:
             self._ledger = Ledger(self._policy)
 
     def take_logged(self) -> Events | None:
-        """The events of the step that was logged, for its record; None where there are none."""
+        """Return the events of the step that was logged, for its record; None where there are none."""
         logged, self._logged = self._logged, []
         return np.concatenate(logged) if logged else None
 
     def take_shortfall(self) -> Shortfall | None:
-        """The worst request for room since this was asked last that could not be met; None where all were."""
+        """Return the worst request for room since this was asked last that could not be met; None where all were."""
         return self._ledger.take_shortfall()
 
     def rank(self, need_bytes: int) -> None:
@@ -104,7 +104,7 @@ class Pump:
         )
 
     def links(self) -> Links:
-        """What is known of the lanes now: the throttle, or what they were seen to do."""
+        """Return what is known of the lanes now: the throttle, or what they were seen to do."""
         if Place.SWAPPED not in self._policy.evicts_to:
             return Links()
         nearest = self._session.tiers()[0]

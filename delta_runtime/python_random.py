@@ -14,7 +14,7 @@ from typing import Any
 
 
 def save() -> tuple[Any, Any]:
-    """The states of both generators; None for numpy's where numpy is not imported."""
+    """Return the states of both generators; None for numpy's where numpy is not imported."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), numpy.random.get_state() if numpy is not None else None
 

@@ -138,12 +138,12 @@ def _always(*_: Any) -> bool:
 
 
 def _is_slice(index: Any) -> bool:
-    """A slice of a storage is another storage over the same memory; a single element is a number."""
+    """Return whether an index takes a slice of a storage: that is another storage over the same memory, no number."""
     return isinstance(index, slice)
 
 
 def _wrap(owner: Any, name: str, *, writes: bool, where: Callable[..., bool] = _always) -> None:
-    """Tells before the method is called, `where` its arguments say that there is something to tell."""
+    """Tell before the method is called, `where` its arguments say that there is something to tell."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -164,7 +164,7 @@ def _tensors_in(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _wrap_collective(owner: Any, name: str) -> None:
-    """Tells of all tensors that it is given, before it is called."""
+    """Tell of all tensors that it is given, before it is called."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -177,7 +177,7 @@ def _wrap_collective(owner: Any, name: str) -> None:
 
 
 def _increment_version(tensor: Any) -> None:
-    """The body of `torch.autograd.graph.increment_version` while sessions listen. It runs among the names of PyTorch.
+    """Do what `torch.autograd.graph.increment_version` does, while sessions listen. It runs among the names of PyTorch.
 
     The wrapper of a compiled function counts the writes to its inputs before it makes them. What anybody else counts
     has been written, and is found by its version.
@@ -195,7 +195,7 @@ def _increment_version(tensor: Any) -> None:
 
 
 def about_to_be_written(tensors: Iterable[Any]) -> tuple[Any, ...]:
-    """Tells of all that compiled code is about to write to, and returns it."""
+    """Tell of all that compiled code is about to write to, and return it."""
     told = tuple(tensors)
     for tensor in told:
         for plain in _plain_tensors(tensor):
@@ -204,7 +204,7 @@ def about_to_be_written(tensors: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _plain_tensors(tensor: Any) -> Iterator[torch.Tensor]:
-    """The tensor, or those that a wrapper subclass holds inside."""
+    """Return the tensor, or those that a wrapper subclass holds inside."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _plain_tensors(getattr(tensor, name))
@@ -213,7 +213,7 @@ def _plain_tensors(tensor: Any) -> Iterator[torch.Tensor]:
 
 
 def _put_code(function: Any, ours: Any) -> None:
-    """Changes what the function does and not what it is: compiled code and dynamo's tables hold it.
+    """Change what the function does and not what it is: compiled code and dynamo's tables hold it.
 
     It goes on to be PyTorch's by its file: dynamo traces what is not.
     """
@@ -223,7 +223,7 @@ def _put_code(function: Any, ours: Any) -> None:
 
 
 def _wrap_lender(owner: Any, name: str) -> None:
-    """Tells before an array is made, and remembers that."""
+    """Tell before an array is made, and remember that."""
     original = getattr(owner, name)
 
     @functools.wraps(original)

@@ -115,7 +115,7 @@ class Runtime:
 
     @classmethod
     def from_config(cls, config: Config) -> Runtime:
-        """A runtime with settings that were read elsewhere, such as from the environment."""
+        """Return a runtime with settings that were read elsewhere, such as from the environment."""
         runtime = cls.__new__(cls)
         runtime._start(config, get_policy(config.policy))
         return runtime
@@ -221,7 +221,7 @@ class Runtime:
         return True
 
     def step(self) -> _Step:
-        """Marks one step: forward and backward inside.
+        """Mark one step: forward and backward inside.
 
         Returns:
             A context; entering it gives the runtime.
@@ -335,7 +335,7 @@ class Runtime:
 
     @shielded
     def close(self) -> None:
-        """Ends the runtime. Idempotent. Backward of what was recorded goes on working.
+        """End the runtime. Idempotent. Backward of what was recorded goes on working.
 
         Raises:
             UsageError: it is entered on another thread, which alone can take the hooks away; it goes
@@ -374,7 +374,7 @@ class Runtime:
     # ------------------------------------------------------------------ what the user asks
 
     def report(self) -> StepReport:
-        """What happened in the last step, and in all of them."""
+        """Return what happened in the last step, and in all of them."""
         steps = self.steps
         graph = steps.graph
         direct = bool(self.tiers.spill and self.tiers.spill.direct)
@@ -394,7 +394,7 @@ class Runtime:
         )
 
     def graph(self) -> StepGraph:
-        """The record of the step that was logged last.
+        """Return the record of the step that was logged last.
 
         Raises:
             UsageError: no step has been recorded yet.
@@ -406,7 +406,7 @@ class Runtime:
         return self.steps.graph
 
     def plan(self) -> Plan | None:
-        """The plan for steps like the last one that was logged; None as long as there is none."""
+        """Return the plan for steps like the last one that was logged; None as long as there is none."""
         return self.steps.plans.plan
 
     @property
@@ -415,11 +415,11 @@ class Runtime:
         return self.steps.plans.settled
 
     def infeasible(self) -> BudgetInfeasible:
-        """The error that a budget is which cannot be met, with the numbers that are known by now."""
+        """Return the error that a budget is which cannot be met, with the numbers that are known by now."""
         return self.steps.infeasible()
 
     def mark_written(self, tensor: torch.Tensor) -> None:
-        """Says that code outside of the dispatcher wrote to this tensor's storage."""
+        """Say that code outside of the dispatcher wrote to this tensor's storage."""
         self.session.mark_written(tensor)
 
 

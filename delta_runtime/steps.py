@@ -141,7 +141,7 @@ class Steps:
         self.begin()
 
     def on_step_over(self, _: int) -> None:
-        """The same where something ran behind a backward; inside of a block, the block goes on."""
+        """End it and begin the next where something ran behind a backward; inside of a block, the block goes on."""
         if not self.in_block:
             self.end_and_begin()
 
@@ -177,7 +177,7 @@ class Steps:
             raise RecomputeMismatch(text)
 
     def warn_of_mismatch(self) -> None:
-        """What `judge` would raise, where another error is on its way; whoever comes next raises it."""
+        """Return what `judge` would raise, where another error is on its way; whoever comes next raises it."""
         if not self._on_cpu and (text := self._session.judge(later=True)):
             with contextlib.suppress(Warning):  # where warnings are errors
                 warn(text)
@@ -338,7 +338,7 @@ class Steps:
         return Bounds(last.stuck_bytes, last.stuck_op, 0) if last else Bounds(0, "", 0)
 
     def infeasible(self) -> BudgetInfeasible:
-        """What is to be said of a budget that cannot be met."""
+        """Return what is to be said of a budget that cannot be met."""
         self.pump.drain()
         self._take_in(self.pump.take_shortfall())
         counters = self._session.counters()

@@ -119,7 +119,7 @@ class TorchHooks:
             _C.cpu_pool.set_soft_limit_is_hard(False)
 
     def above(self) -> list[HookPair] | None:
-        """The hooks that others put on top of ours and have not taken away yet, lowest first.
+        """Return the hooks that others put on top of ours and have not taken away yet, lowest first.
 
         None where ours are not there.
         """
@@ -138,7 +138,7 @@ class TorchHooks:
 
 
 class disable(contextlib.ContextDecorator):  # noqa: N801  used like a function
-    """Takes the entered runtime's hooks, observer and soft limit away for the duration of a block."""
+    """Take the entered runtime's hooks, observer and soft limit away for the duration of a block."""
 
     def __init__(self) -> None:
         self._hooks: TorchHooks | None = None
@@ -174,7 +174,7 @@ class disable(contextlib.ContextDecorator):  # noqa: N801  used like a function
 
 
 class _disable_saved_tensors_hooks(contextlib.ContextDecorator):  # noqa: N801  as torch's
-    """Stands down for what cannot bear hooks (torch.func), where torch would raise because of ours.
+    """Stand down for what cannot bear hooks (torch.func), where torch would raise because of ours.
 
     Hooks that somebody else put on top of ours still make torch raise, as it should.
     """

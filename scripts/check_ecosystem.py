@@ -142,7 +142,7 @@ class Run:
 
 
 def ordinary_environment(folder: str | None = None) -> dict[str, str]:
-    """The environment of a child: no budget, no download, one thread.
+    """Return the environment of a child: no budget, no download, one thread.
 
     Args:
         folder: goes in front of PYTHONPATH.
@@ -162,7 +162,7 @@ def ordinary_environment(folder: str | None = None) -> dict[str, str]:
 
 
 def command_of(program: Program, measured_to: Path | None = None) -> list[str]:
-    """The command that runs a program.
+    """Return the command that runs a program.
 
     Args:
         measured_to: folder that each process writes its peak to; None to run the program as it is.
@@ -180,7 +180,7 @@ def command_of(program: Program, measured_to: Path | None = None) -> list[str]:
 def run_child(
     command: Sequence[str], environment: Mapping[str, str], timeout_s: float = TIMEOUT_S
 ) -> Run:
-    """Runs a command to its end, in a folder of its own."""
+    """Run a command to its end, in a folder of its own."""
     run = Run()
     by_rank: dict[int, list[str]] = {}
     timed_out = threading.Event()
@@ -228,7 +228,7 @@ def run_child(
 
 
 def measure_peak(folder: Path, command: list[str]) -> None:
-    """Runs a program inside this process, with the CPU pool below it, and writes its highest live bytes to a file."""
+    """Run a program inside this process, with the CPU pool below it, and write its highest live bytes to a file."""
     import torch  # noqa: F401, before the pool as in a managed run
 
     from delta_runtime import cpu_pool
@@ -275,7 +275,7 @@ class Told:
 
 
 def reports_in(stderr: str) -> list[Told]:
-    """Reads every report in what a run wrote to stderr."""
+    """Read every report in what a run wrote to stderr."""
     found: list[Told] = []
     rows: dict[str, list[str]] = {}
     steps = 0
@@ -370,7 +370,7 @@ class Row:
 
 
 def version_of(package: str, folder: str | None) -> str | None:
-    """The version of an installed distribution; None where there is none."""
+    """Return the version of an installed distribution; None where there is none."""
     path = ([folder] if folder else []) + sys.path
     for found in importlib.metadata.distributions(name=package, path=path):
         return found.version
@@ -378,7 +378,7 @@ def version_of(package: str, folder: str | None) -> str | None:
 
 
 def compare(row: Row, ordinary: Run, other: Run, name: str, faults: list[str]) -> bool:
-    """Compares what two runs printed; says what differs. The row keeps the least that was equal."""
+    """Compare what two runs printed; say what differs. The row keeps the least that was equal."""
     equal = sum(a == b for a, b in zip(ordinary.lines, other.lines))
     row.equal = min(row.equal, equal) if row.lines else equal
     row.lines = len(ordinary.lines)
@@ -394,7 +394,7 @@ def compare(row: Row, ordinary: Run, other: Run, name: str, faults: list[str]) -
 
 
 def messages_in(stderr: str) -> list[str]:
-    """What the runtime said beside its report: warnings and errors, each once."""
+    """Return what the runtime said beside its report: warnings and errors, each once."""
     said: dict[str, None] = {}
     for line in stderr.splitlines():
         _, mark, text = line.partition("delta_runtime: ")
@@ -405,7 +405,7 @@ def messages_in(stderr: str) -> list[str]:
 
 
 def last_of_traceback(stderr: str) -> str:
-    """The line that ends the first traceback: the error."""
+    """Return the line that ends the first traceback: the error."""
     lines = iter(stderr.splitlines())
     for line in lines:
         if TRACEBACK in line:
@@ -414,7 +414,7 @@ def last_of_traceback(stderr: str) -> str:
 
 
 def check(program: Program, *, rounds: int = 1, folder: str | None = None) -> Row:
-    """Runs one program without, beside and inside a budget.
+    """Run one program without, beside and inside a budget.
 
     Args:
         rounds: how often the first and the last are run, in turns, to time them; 0 leaves the first out and compares
@@ -481,7 +481,7 @@ def check(program: Program, *, rounds: int = 1, folder: str | None = None) -> Ro
 
 
 def _run_managed(row: Row, ordinary: Run, environment: Mapping[str, str]) -> Run:
-    """Runs the program inside the row's budget, and says what is wrong with it, whatever the budget.
+    """Run the program inside the row's budget, and say what is wrong with it, whatever the budget.
 
     The reports that it prints become the row's, unless a run before, in the same budget, passed it by more.
     """
@@ -593,7 +593,7 @@ torch {torch}, Python {python}, {cores} cores, one thread a process.
 
 
 def as_markdown(rows: Sequence[Row], command: str) -> str:
-    """The whole of docs/ecosystem.md."""
+    """Return the whole of docs/ecosystem.md."""
     ratios = [row.speed for row in rows if row.speed]
     table = [HEADINGS, ["---"] * len(HEADINGS), *(cells(row) for row in rows)]
     return PAGE.format(
@@ -614,7 +614,7 @@ def as_markdown(rows: Sequence[Row], command: str) -> str:
 
 
 def chosen(names: str | None) -> Iterator[Program]:
-    """The programs whose file is among the names; all of them without names."""
+    """Return the programs whose file is among the names; all of them without names."""
     wanted = names.split(",") if names else None
     for program in PROGRAMS:
         if wanted is None or program.file in wanted:

@@ -346,7 +346,7 @@ class Line:
     wrong: list[str] = field(default_factory=list)
 
     def take_in(self, what: str, run: Run, ordinary: Run, *, same_steps: bool = True) -> None:
-        """Compares a run's bits, and notes what it says about bounds if it took the same steps as the others."""
+        """Compare a run's bits, and note what it says about bounds if it took the same steps as the others."""
         if run.digests != ordinary.digests[: len(run.digests)]:
             self.wrong.append(what)
         if same_steps and not run.failure:
@@ -355,7 +355,7 @@ class Line:
             self.named_bytes = max(self.named_bytes, run.lower_bytes)
 
     def faults(self) -> list[str]:
-        """What is wrong with it, in words."""
+        """Return what is wrong with it, in words."""
         found = [f"other bits: {what}" for what in self.wrong]
         if self.strict_failure:
             found.append(
@@ -421,7 +421,7 @@ def check(name: str, arguments: argparse.Namespace) -> Line:
 
 
 def half_way(line: Line, entry: ZooEntry, arguments: argparse.Namespace) -> None:
-    """The run between the two bounds, and the times of its steps."""
+    """Return the run between the two bounds, and the times of its steps."""
     rounds = arguments.rounds
     policy = arguments.policy
     run = alone(lambda: managed_run(entry, line.half_bytes, policy, steps=0, rounds=rounds))
@@ -448,7 +448,7 @@ def half_way(line: Line, entry: ZooEntry, arguments: argparse.Namespace) -> None
 
 
 def show(lines: Sequence[Line], policy: str) -> None:
-    """Prints the table."""
+    """Print the table."""
     table = Table(
         title=f"Bounds under policy {policy}, and what they are worth", title_justify="left"
     )

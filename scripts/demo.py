@@ -68,7 +68,7 @@ class Curve:
 
 @contextlib.contextmanager
 def sampled() -> Iterator[Curve]:
-    """Samples live bytes about once a millisecond for the duration of a block."""
+    """Sample live bytes about once a millisecond for the duration of a block."""
     curve = Curve()
     stop = threading.Event()
     begin = time.perf_counter()
@@ -109,12 +109,12 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bits_of(state: TrainState) -> Bits:
-    """Copies all that training changes."""
+    """Copy all that training changes."""
     return {name: _bytes_of(tensor).numpy().copy() for name, tensor in _tensors_of(state).items()}
 
 
 def first_difference(state: TrainState, expected: Bits) -> str:
-    """Returns the name of the first tensor of `state` that differs in a bit, "" if none does."""
+    """Return the name of the first tensor of `state` that differs in a bit, "" if none does."""
     tensors = _tensors_of(state)
     if tensors.keys() != expected.keys():
         return "the names of the tensors"
@@ -142,7 +142,7 @@ class Run:
 
 
 def train_step(state: TrainState, index: int, runtime: delta.Runtime | None = None) -> torch.Tensor:
-    """Runs one whole step; all that a runtime changes in a training loop is the `with`."""
+    """Run one whole step; all that a runtime changes in a training loop is the `with`."""
     batch = state.batch(index)
     state.optimizer.zero_grad(set_to_none=True)
     with runtime.step() if runtime else contextlib.nullcontext():
@@ -201,7 +201,7 @@ class Pairs:
 def time_in_turns(
     state: TrainState, runtime: delta.Runtime, capacity_bytes: int, first: int, n_pairs: int
 ) -> Pairs:
-    """Times ordinary steps without a capacity and managed ones inside it, in turns.
+    """Time ordinary steps without a capacity and managed ones inside it, in turns.
 
     Of each kind a step that is not timed goes before: going from one to the other moves memory from and to the system,
     which no training run does at each step.
@@ -246,7 +246,7 @@ def environment_works() -> bool:
 
 
 def _high_water_bytes(process: int) -> int:
-    """The most memory that a living process ever held. Its rusage would count the process that forked it too."""
+    """Return the most memory that a living process ever held. Its rusage would count the process that forked it too."""
     try:
         status = Path(f"/proc/{process}/status").read_text()
     except OSError:
@@ -256,7 +256,7 @@ def _high_water_bytes(process: int) -> int:
 
 
 def run_plain(model: str, steps: int, budget_bytes: int | None = None) -> PlainRun:
-    """Runs the plain script in a process of its own, with DELTA_BUDGET in its environment or without."""
+    """Run the plain script in a process of its own, with DELTA_BUDGET in its environment or without."""
     environ = {name: text for name, text in os.environ.items() if not name.startswith("DELTA_")}
     if budget_bytes is not None:
         environ["DELTA_BUDGET"] = str(budget_bytes)
@@ -312,7 +312,7 @@ class Result:
         return (self.budget_bytes - rest_bytes) / max(1, self.activation_bytes)
 
     def check(self, promise: str, kept: bool, why_not: str = "") -> bool:
-        """Notes and prints whether a promise was kept."""
+        """Note and print whether a promise was kept."""
         self.checks[promise] = kept
         mark = "[green]yes[/]" if kept else "[bold red]NO[/]"
         console.print(f"  {promise}: {mark}{'' if kept or not why_not else f'  ({why_not})'}")
@@ -347,7 +347,7 @@ def save_plot(
 
 
 def show_results(results: list[Result]) -> None:
-    """Prints the final table: a row per figure, a column per model."""
+    """Print the final table: a row per figure, a column per model."""
     table = Table(title="Training inside half of the memory", title_justify="left")
     table.add_column("")
     for result in results:
@@ -378,7 +378,7 @@ def show_results(results: list[Result]) -> None:
 
 
 def demonstrate(result: Result, steps: int, out: Path) -> None:
-    """Shows all of it for one workload that lives in this process; fills `result`."""
+    """Show all of it for one workload that lives in this process; fill `result`."""
     workload = result.workload
     cpu_pool.install()
     workload.build(SEED).batch(0)  # data are read once and stay: not in the first measurement
@@ -432,7 +432,7 @@ def demonstrate(result: Result, steps: int, out: Path) -> None:
 
 
 def demonstrate_environment(result: Result, steps: int) -> None:
-    """Runs the plain script without and with DELTA_BUDGET, and compares; fills `result`."""
+    """Run the plain script without and with DELTA_BUDGET, and compare; fill `result`."""
     console.print("[bold]5. A training script that knows nothing of delta_runtime[/]")
     promise = "unmodified script, DELTA_BUDGET: same"
     if not environment_works():

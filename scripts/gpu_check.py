@@ -152,7 +152,7 @@ def fingerprint(about: object) -> str:
 
 
 def parts_of(dry_run: bool) -> list[Part]:
-    """What is run, in order."""
+    """Return what is run, in order."""
     if not dry_run:
         return list(PARTS)
     benches = ("speed", "walls", "batch")
@@ -160,7 +160,7 @@ def parts_of(dry_run: bool) -> list[Part]:
 
 
 def run(part: Part, device: str, dry_run: bool, limit_s: float) -> Outcome:
-    """Runs one part to its end, or to its limit."""
+    """Run one part to its end, or to its limit."""
     if dry_run and part.on_card_only:
         return Outcome("skipped", tail="only on a card")
     if part.needs and shutil.which(part.needs) is None:
@@ -253,7 +253,7 @@ def main(argv: list[str] | None = None) -> int:
     sources = fingerprint(here)
 
     def state(part: Part) -> str:
-        """What is known of it, with the sources and on the machine that there are now."""
+        """Return what is known of it, with the sources and on the machine that there are now."""
         before = done.get(part.name, {})
         return str(before["state"]) if before.get("sources") == sources else "not run"
 

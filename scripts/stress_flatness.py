@@ -92,7 +92,7 @@ class Found:
 
 
 def observe(once: Callable[[int], None], times: int) -> Found:
-    """Runs it so many times, and compares the second tenth with the last."""
+    """Run it so many times, and compares the second tenth with the last."""
     process = psutil.Process()
     tenth = max(1, times // 10)
     live = [0, 0]
@@ -124,7 +124,7 @@ def training(depth: int, entered: bool, steps: int) -> Found:
 
 
 def without_gradients(depth: int, iterations: int) -> Found:
-    """An evaluation, or a rollout: each iteration reads what the last one made."""
+    """Return an evaluation, or a rollout: each iteration reads what the last one made."""
     layers, _ = chain(depth)
     state = torch.zeros(SIDE, SIDE)
     runtime = delta.Runtime("100%", device="cpu", min_bytes=0)

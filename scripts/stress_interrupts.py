@@ -110,7 +110,7 @@ class World:
         self.range_bytes = cpu_pool.peak_bytes() - base_bytes
 
     def runtime(self, share: float = 0.6, **settings: object) -> delta.Runtime:
-        """A new runtime that leaves `share` of what the step needs."""
+        """Return a new runtime that leaves `share` of what the step needs."""
         budget_bytes = cpu_pool.allocated_bytes() + int(share * self.range_bytes)
         return delta.Runtime(budget_bytes, device="cpu", **settings)
 
@@ -127,7 +127,7 @@ class World:
 
 
 def steps(world: World) -> None:
-    """Marked steps, the optimizer outside of them."""
+    """Return marked steps, the optimizer outside of them."""
     runtime = world.runtime()
     for _ in range(4):
         with runtime.step():
@@ -146,7 +146,7 @@ def context(world: World) -> None:
 
 
 def online(world: World) -> None:
-    """A filter decides at ops, in Python."""
+    """Return a filter decides at ops, in Python."""
     with world.runtime(0.4, policy="dtr"):
         for _ in range(3):
             world.train()
@@ -183,7 +183,7 @@ def disabled(world: World) -> None:
 
 
 def closed_inside(world: World) -> None:
-    """Closed where it is entered."""
+    """Return closed where it is entered."""
     for _ in range(4):
         with world.runtime() as runtime:
             runtime.close()
@@ -284,7 +284,7 @@ class Outcome:
 
 
 def leftovers() -> list[str]:
-    """What a runtime must not leave behind."""
+    """Return what a runtime must not leave behind."""
     found = []
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         found.append("saved-tensor hooks")
@@ -340,7 +340,7 @@ def _until_it_comes(world: World, program: Callable[[World], None], deadline: fl
 
 @contextlib.contextmanager
 def _without_runtimes() -> Iterator[None]:
-    """The programs as they are without us: runtimes that do nothing."""
+    """Return the programs as they are without us: runtimes that do nothing."""
 
     class Nothing(contextlib.AbstractContextManager["Nothing"]):
         def step(self) -> Nothing:
@@ -362,7 +362,7 @@ def _without_runtimes() -> Iterator[None]:
 def interrupt(
     world: World, interrupter: Interrupter, number: int, names: Sequence[str], outcome: Outcome
 ) -> None:
-    """Sends one interrupt into a program and looks at what comes of it."""
+    """Send one interrupt into a program and looks at what comes of it."""
     draw = random.Random(f"{world.seed}/{number}")
     chosen = [each for each in PROGRAMS if not names or each.__name__ in names]
     program = draw.choice(chosen)
@@ -410,7 +410,7 @@ def stress(
     ordinary: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> Outcome:
-    """Sends interrupts one after the other.
+    """Send interrupts one after the other.
 
     Args:
         interrupts: how many.

@@ -89,7 +89,7 @@ class Footprint:
     files: int
 
     def growth(self, before: Footprint) -> list[str]:
-        """What is more, or less, than before, in words."""
+        """Return what is more, or less, than before, in words."""
         return [
             f"{field.name}: {getattr(before, field.name):,} at first, {getattr(self, field.name):,} at the end"
             for field in dataclasses.fields(self)
@@ -98,7 +98,7 @@ class Footprint:
 
 
 def _entries(folder: str) -> int:
-    """Number of entries of a folder of /proc; 0 where there is no /proc."""
+    """Return number of entries of a folder of /proc; 0 where there is no /proc."""
     try:
         return len(os.listdir(folder))
     except OSError:
@@ -116,7 +116,7 @@ def settle() -> None:
 
 
 def footprint() -> Footprint:
-    """Takes the footprint of this process, after garbage collection."""
+    """Take the footprint of this process, after garbage collection."""
     settle()
     return Footprint(
         live_bytes=cpu_pool.allocated_bytes(),
@@ -151,7 +151,7 @@ class World:
     # ------------------------------------------------------------------ what scenarios use
 
     def x(self) -> torch.Tensor:
-        """The next batch."""
+        """Return the next batch."""
         self.index += 1
         return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(self.index))
 
@@ -166,14 +166,14 @@ class World:
         self.optimizer.zero_grad(set_to_none=True)
 
     def budget_bytes(self) -> int:
-        """A random one: from far too little to more than enough."""
+        """Return a random one: from far too little to more than enough."""
         share = self.random.choice((0.05, 0.3, 0.5, 0.7, 0.9, 1.3))
         return cpu_pool.allocated_bytes() + int(share * self.range_bytes)
 
     # ------------------------------------------------------------------ runtimes
 
     def change_runtime(self) -> None:
-        """Makes another runtime, or gives the one there is another budget."""
+        """Make another runtime, or gives the one there is another budget."""
         if self.runtime is not None and self.random.random() < 0.7:
             if self.random.random() < 0.5:
                 self.runtime.budget_bytes = self.budget_bytes()
@@ -217,7 +217,7 @@ class World:
         self.runtime = None
 
     def check(self) -> list[str]:
-        """What the runtime of the moment still holds though no graph lives; [] if it holds nothing."""
+        """Return what the runtime of the moment still holds though no graph lives; [] if it holds nothing."""
         self.kept.clear()
         self.optimizer.zero_grad(set_to_none=True)
         with contextlib.suppress(delta.BudgetInfeasible), self.entered.step():
@@ -257,7 +257,7 @@ class World:
 
 
 def plain(world: World) -> None:
-    """An ordinary training step."""
+    """Return an ordinary training step."""
     world.model(world.x()).backward()
     world.optimizer.step()
     world.optimizer.zero_grad(set_to_none=True)
@@ -314,7 +314,7 @@ def raise_after_backward(world: World) -> None:
 
 
 def raise_with_a_graph(world: World) -> None:
-    """The traceback holds the graph for as long as the exception lives."""
+    """Return the traceback holds the graph for as long as the exception lives."""
     loss = world.model(world.x())
     raise Planned(loss)
 
@@ -366,7 +366,7 @@ def keep_graph(world: World) -> None:
 
 
 def backward_of_kept(world: World) -> None:
-    """Steps later; the weights may have changed, which is an error as without the runtime."""
+    """Step later; the weights may have changed, which is an error as without the runtime."""
     if not world.kept:
         world.kept.append(world.model(world.x()))
     world.kept.pop(0).backward()
@@ -436,7 +436,7 @@ def capacity_runs_out(world: World) -> None:
 
 
 def not_feasible(world: World) -> None:
-    """A strict runtime with a budget that cannot be met."""
+    """Return a strict runtime with a budget that cannot be met."""
     world.drop_runtime()
     budget_bytes = cpu_pool.allocated_bytes() + world.range_bytes // 20
     world.runtime = delta.Runtime(budget_bytes, device="cpu", strict=True)
@@ -448,7 +448,7 @@ def not_feasible(world: World) -> None:
 
 
 def reference_cycle(world: World) -> None:
-    """A graph that only the garbage collector frees."""
+    """Return a graph that only the garbage collector frees."""
     loss = world.model(world.x())
     loss.itself = [loss]  # type: ignore[attr-defined]
 
@@ -513,7 +513,7 @@ NAMES = {scenario.__name__: scenario for scenario in SCENARIOS}
 
 
 def run_step(world: World, scenario: Callable[[World], None]) -> bool:
-    """Runs one scenario; returns whether it ended in an exception, which it may end with.
+    """Run one scenario; returns whether it ended in an exception, which it may end with.
 
     Raises:
         BaseException: what the scenario may not end with.
@@ -569,7 +569,7 @@ def churn(
     scenarios: Sequence[Callable[[World], None]] = tuple(SCENARIOS),
     tell: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
-    """Runs `steps` random scenarios and compares what the process holds before and after.
+    """Run `steps` random scenarios and compares what the process holds before and after.
 
     Args:
         steps: after a warm-up of every scenario twice, in which threads and caches come to be.

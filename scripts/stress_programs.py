@@ -78,7 +78,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def sabotage_number(name: str) -> int:
-    """The number of a sabotage switch; names come from the extension, where it has them."""
+    """Return the number of a sabotage switch; names come from the extension, where it has them."""
     if not name:
         return 0
     if name.lstrip("-").isdigit():

@@ -94,7 +94,7 @@ class Sweep:
         return min((trial.percent for trial in self.trials if trial.holds), default=None)
 
     def faults(self, least: float) -> list[str]:
-        """What is wrong with it, in words."""
+        """Return what is wrong with it, in words."""
         lowest = self.least_percent
         if lowest is None:
             return [f"{self.model}: no budget held"]
@@ -154,7 +154,7 @@ def run_trial(
 
 
 def sweep(name: str, arguments: argparse.Namespace) -> Sweep:
-    """Tries budgets from high to low for one workload."""
+    """Try budgets from high to low for one workload."""
     workload = BENCH_WORKLOADS[name]
     workload.build(SEED).batch(0)  # data are read once and stay
     gc.collect()
@@ -189,7 +189,7 @@ def sweep(name: str, arguments: argparse.Namespace) -> Sweep:
 
 
 def show(sweeps: Sequence[Sweep], title: str) -> None:
-    """Prints the table."""
+    """Print the table."""
     table = Table(title=title, title_justify="left")
     for i, heading in enumerate(
         ("model", "% of peak", "% of act.", "budget", "peak / budget of each step")

@@ -36,7 +36,7 @@ MODES = ("budget", "drop_all", "swap_all", "mix")
 
 
 def ordinary_run(name: str, recipe: Recipe) -> Run | str:
-    """An ordinary run, or why there is none to compare with; on the CPU there always is one.
+    """Return an ordinary run, or why there is none to compare with; on the CPU there always is one.
 
     Raises:
         RuntimeError: there should be one: all models repeat on the CPU and on the simulated accelerator.

@@ -37,7 +37,7 @@ SHOWN = (
 
 
 def sweep(rows: list[Row], mode: str, samples: int, label: str) -> dict[str, Result]:
-    """Runs all rows and shows how far it is where a terminal watches."""
+    """Run all rows and shows how far it is where a terminal watches."""
     results = {}
     for index, row in enumerate(rows):
         if sys.stderr.isatty():

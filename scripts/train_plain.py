@@ -52,7 +52,7 @@ class TinyModel(nn.Module):
 
 
 def build_tiny(seed: int) -> TrainState:
-    """Builds the tiny model, its optimizer and its random images."""
+    """Build the tiny model, its optimizer and its random images."""
     torch.manual_seed(seed)
     model = TinyModel().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

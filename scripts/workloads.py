@@ -48,12 +48,12 @@ class TrainState:
     batch: Callable[[int], Batch]
 
     def loss(self, batch: Batch) -> Tensor:
-        """Runs forward and returns the scalar loss."""
+        """Run forward and returns the scalar loss."""
         loss: Tensor = self.model(**batch).loss
         return loss
 
     def train_step(self, index: int) -> Tensor:
-        """Runs one whole step (zero_grad, forward, backward, optimizer) and returns the detached loss."""
+        """Run one whole step (zero_grad, forward, backward, optimizer) and returns the detached loss."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss(self.batch(index))
         loss.backward()
@@ -123,7 +123,7 @@ def _digits() -> tuple[Tensor, Tensor]:
 
 @cache
 def _stdlib_bytes() -> Tensor:
-    """The modules at the top of the Python standard library, sorted by name, as one tensor of bytes."""
+    """Return the modules at the top of the Python standard library, sorted by name, as one tensor of bytes."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"\n".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     if len(text) < 100_000:
@@ -134,7 +134,7 @@ def _stdlib_bytes() -> Tensor:
 
 
 def digit_images(seed: int, index: int, batch_size: int, pixels: int) -> Batch:
-    """A batch of scanned digits enlarged to (batch_size, 3, pixels, pixels), with labels."""
+    """Return a batch of scanned digits enlarged to (batch_size, 3, pixels, pixels), with labels."""
     images, classes = _digits()
     chosen = torch.randint(0, len(images), (batch_size,), generator=_generator(seed, index))
     enlarged = F.interpolate(images[chosen], size=(pixels, pixels), mode="bilinear")
@@ -145,7 +145,7 @@ def digit_images(seed: int, index: int, batch_size: int, pixels: int) -> Batch:
 
 
 def byte_windows(seed: int, index: int, batch_size: int, length: int) -> Batch:
-    """A batch of random windows of the standard library's source text, as byte values."""
+    """Return a batch of random windows of the standard library's source text, as byte values."""
     text = _stdlib_bytes()
     starts = torch.randint(0, len(text) - length, (batch_size,), generator=_generator(seed, index))
     windows = torch.stack([text[start : start + length] for start in starts.tolist()]).long()

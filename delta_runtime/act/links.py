@@ -56,7 +56,7 @@ _measured: dict[int, float] = {}
 
 
 def flops_per_s() -> float:
-    """What this machine does in a float32 matrix product with its present number of threads.
+    """Return what this machine does in a float32 matrix product with its present number of threads.
 
     Measured once for each number of threads (about 0.1 s): the best of a few rounds.
     """
@@ -74,7 +74,7 @@ def flops_per_s() -> float:
 
 
 def link_bytes_per_s(setting: float | str | None) -> float:
-    """The throttle of each lane in bytes per second; 0 for none.
+    """Return the throttle of each lane in bytes per second; 0 for none.
 
     Args:
         setting: bytes per second, the name of a profile, or None.

@@ -130,7 +130,7 @@ def measure_disk(directory: str, total_bytes: int, *, direct: bool) -> tuple[flo
 
 
 def file_system(directory: str) -> str:
-    """The type of the file system that a directory lies on, such as "ext4"; "" if it is unknown."""
+    """Return the type of the file system that a directory lies on, such as "ext4"; "" if it is unknown."""
     real = Path(os.path.realpath(directory))
     mounts = [m for m in psutil.disk_partitions(all=True) if real.is_relative_to(m.mountpoint)]
     return str(max(mounts, key=lambda each: len(each.mountpoint)).fstype) if mounts else ""
@@ -165,7 +165,7 @@ def _open_and_unlink(directory: str) -> int:
 
 
 def _remove_stale(directory: str) -> None:
-    """Removes what processes left behind that were killed before they could take the name away."""
+    """Remove what processes left behind that were killed before they could take the name away."""
     try:
         entries = list(os.scandir(directory))
     except OSError:
@@ -212,7 +212,7 @@ def _take_space(descriptor: int, budget_bytes: int, free_bytes: int, directory: 
 
 
 def _use_direct(descriptor: int) -> bool:
-    """Turns O_DIRECT on where the file system bears it; whether it is on."""
+    """Turn O_DIRECT on where the file system bears it; whether it is on."""
     try:
         _set_direct(descriptor, on=True)
     except OSError:

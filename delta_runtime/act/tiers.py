@@ -39,7 +39,7 @@ class Tiers:
     spill: SpillFile | None = None
 
     def close(self) -> None:
-        """Closes this process's first descriptor of the spill file."""
+        """Close this process's first descriptor of the spill file."""
         if self.spill is not None:
             os.close(self.spill.descriptor)
 
@@ -49,7 +49,7 @@ class Tiers:
 
 
 def open_tiers(config: Config, device: torch.device) -> Tiers:
-    """What a runtime with these settings may swap to on this device. Opens the spill file.
+    """Return what a runtime with these settings may swap to on this device. Opens the spill file.
 
     An accelerator has host memory below it without being asked.
 

@@ -195,7 +195,7 @@ def _measure_disk(folder: str, total_bytes: int = 64 * 1024**2) -> list[Finding]
 
 
 def _file_system_text(folder: str) -> str:
-    """The file system of a folder, with a word where it is not a disk at all."""
+    """Return the file system of a folder, with a word where it is not a disk at all."""
     psutil = _import_or_none("psutil")
     if psutil is None:
         return ""

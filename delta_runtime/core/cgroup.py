@@ -8,7 +8,7 @@ from pathlib import Path
 def cgroup_limit_bytes(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> int | None:
-    """The smallest memory limit of this process's control groups (v1 or v2) and their parents."""
+    """Return the smallest memory limit of this process's control groups (v1 or v2) and their parents."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:

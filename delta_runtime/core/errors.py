@@ -62,7 +62,7 @@ class DeltaError(Exception):
         return _rebuild, (type(self), self.args, self.__dict__)
 
     def _summary(self) -> str:
-        """The first sentence of the class's docstring, for errors raised without words."""
+        """Return the first sentence of the class's docstring, for errors raised without words."""
         return (type(self).__doc__ or type(self).__name__).splitlines()[0]
 
 

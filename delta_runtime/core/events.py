@@ -180,7 +180,7 @@ class Shortfall:
     largest_pinned_bytes: int
 
     def text(self) -> str:
-        """What was missing, and what stayed, in words."""
+        """Return what was missing, and what stayed, in words."""
         pinned = format_bytes(self.pinned_bytes)
         if self.pinned_bytes > self.largest_pinned_bytes:
             pinned += f" (the largest of {format_bytes(self.largest_pinned_bytes)})"

@@ -86,7 +86,7 @@ class Plan:
         predicted_peak_bytes: int,
         dropped_twice: Mask | None = None,
     ) -> Plan:
-        """A plan with these intervals of each value, in order of the values.
+        """Return a plan with these intervals of each value, in order of the values.
 
         Args:
             intervals: one sequence for each value of the graph.
@@ -110,7 +110,7 @@ class Plan:
 
     @classmethod
     def moving_nothing(cls, graph: StepGraph) -> Plan:
-        """The plan under which all that is saved stays."""
+        """Return the plan under which all that is saved stays."""
         intervals: list[list[Interval]] = [[] for _ in range(graph.n_values)]
         for value in graph.saved.tolist():
             begin = int(graph.op_tick[graph.value_op[value]])
@@ -123,7 +123,7 @@ class Plan:
         )
 
     def intervals(self) -> list[list[Interval]]:
-        """The intervals of each value."""
+        """Return the intervals of each value."""
         columns = (self.begins, self.ends, self.exits, self.copy_back_at)
         rows = [Interval(*row) for row in zip(*(each.tolist() for each in columns), strict=True)]
         offsets = self.interval_offsets.tolist()
@@ -135,14 +135,14 @@ class Plan:
         return len(self.interval_offsets) - 1
 
     def first_exits(self) -> Ints:
-        """An `Exit` for each value: how it leaves the first time; STAYS where it does not."""
+        """Return an `Exit` for each value: how it leaves the first time; STAYS where it does not."""
         has_one = np.diff(self.interval_offsets) > 0
         exits = np.full(self.n_values, int(Exit.STAYS), np.int64)
         exits[has_one] = self.exits[self.interval_offsets[:-1][has_one]]
         return exits
 
     def to_json(self) -> str:
-        """The plan as JSON text; `from_json` reads it back exactly."""
+        """Return the plan as JSON text; `from_json` reads it back exactly."""
         plain: dict[str, Any] = {}
         for field in fields(self):
             content = getattr(self, field.name)

@@ -137,7 +137,7 @@ class StepGraph:
         return self.inputs[self.input_offsets[op] : self.input_offsets[op + 1]]
 
     def to_json(self) -> str:
-        """The graph as JSON text; `from_json` reads it back exactly."""
+        """Return the graph as JSON text; `from_json` reads it back exactly."""
         plain: dict[str, Any] = {}
         for field in fields(self):
             content = getattr(self, field.name)

@@ -200,7 +200,7 @@ def _read_bytes(spec: BytesSpec, *, allow_zero: bool, name: str, forms: str) -> 
 
 
 def _split_quantity(text: str, name: str, forms: str) -> tuple[Decimal, str]:
-    """A number and its unit in lower case; the text must hold nothing else."""
+    """Split a text into a number and its unit in lower case; the text must hold nothing else."""
     match = _QUANTITY.fullmatch(text)
     if match is None:
         raise _usage(f"{name}: not a number with a unit.", text, change=forms)
@@ -208,7 +208,7 @@ def _split_quantity(text: str, name: str, forms: str) -> tuple[Decimal, str]:
 
 
 def _share(spec: BudgetSpec, name: str) -> Decimal | None:
-    """The share of the capacity that a budget means, or None if it means bytes."""
+    """Return the share of the capacity that a budget means, or None if it means bytes."""
     if isinstance(spec, str):
         value, unit = _split_quantity(spec, name, _BUDGET_FORMS)
         if unit == "%":

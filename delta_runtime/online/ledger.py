@@ -140,7 +140,7 @@ class Ledger:
         return int(self._bytes_in[Place.SWAPPED])
 
     def take_shortfall(self) -> Shortfall | None:
-        """The worst request that could not be met since this was asked last; None where all were."""
+        """Return the worst request that could not be met since this was asked last; None where all were."""
         shortfall, self._shortfall = self._shortfall, None
         return shortfall
 

@@ -27,7 +27,7 @@ _MOST_PLAYS = 200  # of rebuilds, for each of them
 
 
 def bounds_of(graph: StepGraph, *, drops: bool = True) -> Bounds:
-    """The lower bound and the least budget of a recorded step.
+    """Return the lower bound and the least budget of a recorded step.
 
     Args:
         graph: the record.
@@ -89,7 +89,7 @@ def _lower_bound(graph: StepGraph, away: _Away) -> tuple[int, str]:
 
 
 def _least_budget(cover: GreedyCover, away: _Away, droppable: Mask, *, drops: bool = True) -> int:
-    """What is live at the most if these values are dropped, and dropped again, whenever it can be."""
+    """Return what is live at the most if these values are dropped, and dropped again, whenever it can be."""
     graph, n = cover.graph, cover.graph.n_ops
     bytes_ = cover.bytes
     gone_bytes = _sums(away.begin[droppable], away.gone[droppable], bytes_[droppable], n)
@@ -159,7 +159,7 @@ class _Work:
         ]
 
     def at_most(self, rows: list[int]) -> float:
-        """A bound of `exactly` that costs nothing."""
+        """Return a bound of `exactly` that costs nothing."""
         bytes_ = [self._bytes[self._saved[row]] for row in rows]
         most: float = max(
             self._prefix[self._op[self._saved[row]]] - own
@@ -168,7 +168,7 @@ class _Work:
         return float(sum(bytes_)) + most
 
     def exactly(self, rows: list[int]) -> float:
-        """What one node asks for, in its order; what comes by the way stays for it."""
+        """Return what one node asks for, in its order; what comes by the way stays for it."""
         roots = [self._saved[row] for row in rows]
         there: set[int] = set()
         most = 0.0
@@ -179,7 +179,7 @@ class _Work:
         return most
 
     def _play(self, root: int, there: set[int], stay: set[int]) -> float:
-        """The most bytes while a value is made beside those that are there; adds what stays to them."""
+        """Return the most bytes while a value is made beside those that are there; adds what stays to them."""
         self.plays += 1
         made_by, sizes = self._op, self._bytes
         ops = {made_by[root]}

@@ -41,7 +41,7 @@ class Evaluation:
 
 
 def _work_bytes(graph: StepGraph, recipes: Recipes) -> list[float]:
-    """What rebuilding each saved value holds for a moment, beside the value and its saved parents."""
+    """Return what rebuilding each saved value holds for a moment, beside the value and its saved parents."""
     made_bytes = np.bincount(graph.value_op, weights=graph.value_bytes, minlength=graph.n_ops)
     workspace = np.maximum(graph.op_watermark_bytes - made_bytes, 0)
     work = []
@@ -89,7 +89,7 @@ class Evaluator:
         self.lanes = lanes
 
     def needs(self, dropped: Mask) -> list[int]:
-        """The op behind which each saved value is asked for: by itself, or by what is rebuilt from it."""
+        """Return the op behind which each saved value is asked for: by itself, or by what is rebuilt from it."""
         need: list[int] = list(self.own_need)
         after: dict[int, set[int]] = {}  # when a value is asked for that nobody holds any more
         for child in self.made_last_first:
@@ -110,7 +110,7 @@ class Evaluator:
     def evaluate(
         self, dropped: Mask, dropped_twice: Mask, swapped: Mask | None = None
     ) -> Evaluation:
-        """What happens with a choice.
+        """Return what happens with a choice.
 
         Args:
             dropped: what is dropped.

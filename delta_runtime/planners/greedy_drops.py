@@ -74,7 +74,7 @@ class GreedyCover:
         self._give_up()
 
     def _give_up(self) -> None:
-        """Takes out of `excess` what no choice can cover: it must not drive the greedy choice."""
+        """Take out of `excess` what no choice can cover: it must not drive the greedy choice."""
         most = np.zeros(len(self.excess) + 1)
         away = self.droppable
         np.add.at(most, self.begin[away], self.bytes[away])
@@ -86,7 +86,7 @@ class GreedyCover:
         return float(self.graph.rerun_seconds[ops[self.run_op[ops] == 0]].sum())
 
     def changes(self, row: int) -> tuple[dict[int, int], list[tuple[int, int, float]]]:
-        """What dropping a value would do: the needs that move, and the spans of bytes that change."""
+        """Return what dropping a value would do: the needs that move, and the spans of bytes that change."""
         need = int(self.own_need[row])
         for child in self.recipes.children[row]:
             if self.dropped[child]:
@@ -136,7 +136,7 @@ class GreedyCover:
 
 
 def choose(cover: GreedyCover) -> None:
-    """Takes the value with the least seconds per covered byte-op until nothing is too much.
+    """Take the value with the least seconds per covered byte-op until nothing is too much.
 
     Lazy: scores only get worse as the excess shrinks (nearly: an op that another recipe runs anyway
     gets cheaper), so the best stale score is looked at again before it is believed.

@@ -124,7 +124,7 @@ def plan(
 
 
 def _plan_swaps(cover: GreedyCover, evaluator: Evaluator) -> Plan:
-    """The plan that only swaps; nothing is planned before the lanes are known."""
+    """Return the plan that only swaps; nothing is planned before the lanes are known."""
     none = np.zeros(len(cover.bytes), dtype=bool)
     choice = Evictions(none, none, none, evaluator.evaluate(none, none))
     if evaluator.lanes is not None:
@@ -135,7 +135,7 @@ def _plan_swaps(cover: GreedyCover, evaluator: Evaluator) -> Plan:
 def _to_keep(
     cover: GreedyCover, dropped: Mask, tried: Set[int], *, only_parents: bool
 ) -> int | None:
-    """The largest dropped value that was not tried yet, those first that dropped ones are rebuilt from."""
+    """Return the largest dropped value that was not tried yet, those first that dropped ones are rebuilt from."""
     found = [
         (bool(dropped[cover.recipes.children[row]].any()), float(cover.bytes[row]), -row)
         for row in np.flatnonzero(dropped).tolist()

@@ -28,7 +28,7 @@ class Evictions:
     evaluation: Evaluation
 
     def better_than(self, other: Evictions) -> bool:
-        """Fits better or, where both fit equally well, takes less time."""
+        """Return whether it fits better or, where both fit equally well, takes less time."""
         mine, its = self.evaluation, other.evaluation
         return (mine.area, mine.seconds) < (its.area, its.seconds)
 
@@ -68,7 +68,7 @@ def repair(
 def _add_until_it_fits(
     evaluator: Evaluator, cover: GreedyCover, choice: Evictions, most_work: int, most_seconds: float
 ) -> None:
-    """Adds drops, and second drops, where the evaluator is still over the budget."""
+    """Add drops, and second drops, where the evaluator is still over the budget."""
     dropped, dropped_twice = choice.dropped, choice.dropped_twice
     tried_in_vain = beyond_help(cover, dropped, dropped_twice)
     while evaluator.work < most_work and choice.evaluation.seconds <= most_seconds:
@@ -105,7 +105,7 @@ def _add_until_it_fits(
 
 
 def beyond_help(cover: GreedyCover, dropped: Mask, dropped_twice: Mask) -> Mask:
-    """The ops at which no further drop makes room; below the lower bound that can be nearly all of a long step."""
+    """Return the ops at which no further drop makes room; below the lower bound that can be nearly all of a step."""
     movable = cover.droppable & ~(dropped & dropped_twice)
     n_ops = cover.graph.n_ops
     opened = np.bincount(cover.begin[movable], minlength=n_ops + 1)
@@ -114,7 +114,7 @@ def beyond_help(cover: GreedyCover, dropped: Mask, dropped_twice: Mask) -> Mask:
 
 
 def take_back(evaluator: Evaluator, choice: Evictions, most_work: int) -> None:
-    """Takes back, dearest first, what is not needed for the excess to be as small as it is."""
+    """Take back, dearest first, what is not needed for the excess to be as small as it is."""
     dropped, dropped_twice = choice.dropped, choice.dropped_twice
     order = np.argsort([-seconds for seconds in evaluator.seconds])
     for mask in (dropped_twice, dropped):

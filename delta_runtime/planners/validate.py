@@ -66,7 +66,7 @@ def validate(plan: Plan, graph: StepGraph, links: Links | None = None) -> Verdic
 
 
 def _intervals_of(plan: Plan, graph: StepGraph, *, copies: bool) -> dict[int, list[Interval]]:
-    """The intervals of each saved value, checked for all that is wrong without walking the step."""
+    """Return the intervals of each saved value, checked for all that is wrong without walking the step."""
     columns = (plan.begins, plan.ends, plan.exits, plan.copy_back_at)
     offsets = plan.interval_offsets.tolist()
     if len(offsets) != graph.n_values + 1 or [offsets[0], offsets[-1]] != [0, len(plan.begins)]:
@@ -177,7 +177,7 @@ class _Walk:
                     self.arrives_s[value] = self.in_free_s
 
     def _idle_from(self, row: int, value: int, begin: int, end: int) -> int:
-        """The op from which nobody reads a value any more before an interval of it ends."""
+        """Return the op from which nobody reads a value any more before an interval of it ends."""
         graph = self.graph
         last = int(graph.value_op[value])
         for op in range(graph.n_ops):
@@ -200,7 +200,7 @@ class _Walk:
         return max(self.clock_s, free_s) + float(self.graph.value_bytes[value]) / speed
 
     def _arrive(self, tick: int) -> list[int]:
-        """Waits for the copies that are needed now; says which values are to be rebuilt now."""
+        """Wait for the copies that are needed now; say which values are to be rebuilt now."""
         begins = []
         for value, intervals in self.intervals.items():
             for before, interval in itertools.pairwise(intervals):
@@ -212,7 +212,7 @@ class _Walk:
         return sorted(begins)
 
     def _bring(self, value: int, op: int, tick: int) -> float:
-        """Rebuilds a value, and what it is rebuilt from, as far as that is not there.
+        """Rebuild a value, and what it is rebuilt from, as far as that is not there.
 
         Returns:
             Bytes that this holds for a moment, beside what is there afterwards.
@@ -267,7 +267,7 @@ class _Walk:
         return exits[-1] if exits else Exit.STAYS
 
     def _chain(self, value: int) -> tuple[set[int], set[int]]:
-        """The ops that make a value again from saved ones, and these."""
+        """Return the ops that make a value again from saved ones, and these."""
         ops: set[int] = set()
         sources: set[int] = set()
         todo = [int(self.graph.value_op[value])]
@@ -287,7 +287,7 @@ class _Walk:
         return sum(float(self.graph.rerun_seconds[op]) for op in ops)
 
     def _workspace(self, value: int, ops: set[int]) -> float:
-        """What making a value holds beside it: all else that the ops make, and the largest workspace."""
+        """Return what making a value holds beside it: all else that the ops make, and the largest workspace."""
         graph = self.graph
         made = dict.fromkeys(ops, 0)
         for each in range(graph.n_values):

@@ -157,7 +157,7 @@ class _Saved:
         )
 
     def _ticks_of(self, kind: EventKind) -> tuple[Ints, Ints]:
-        """The value, and the tick within the step, of each event of a kind."""
+        """Return the value, and the tick within the step, of each event of a kind."""
         is_one = (self.events["kind"] == kind) & np.isin(self.events["page"], self.pages)
         rows = self.events[is_one]
         ticks: Ints = rows["tick"] - self.begin
@@ -171,7 +171,7 @@ class _Saved:
         return ticks
 
     def uses(self) -> tuple[Ints, Ints]:
-        """The ticks at which autograd asked for each value: CSR offsets, and the ticks."""
+        """Return the ticks at which autograd asked for each value: CSR offsets, and the ticks."""
         at, when = self._ticks_of(EventKind.USED)
         offsets = np.zeros(len(self.values) + 1, dtype=np.int64)
         np.cumsum(np.bincount(at, minlength=len(self.values)), out=offsets[1:])

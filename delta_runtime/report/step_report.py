@@ -147,7 +147,7 @@ class StepTotals:
         return cls(**counted | others)
 
     def since(self, earlier: StepTotals, *, peak_bytes: int) -> StepTotals:
-        """What happened between an earlier count and this one, with the peak of that time."""
+        """Return what happened between an earlier count and this one, with the peak of that time."""
         then = earlier.kept_bytes
         return StepTotals(
             **{name: getattr(self, name) - getattr(earlier, name) for name in _COUNTED},
@@ -331,7 +331,7 @@ class StepReport:
         )
 
     def _needs(self) -> str:
-        """What the steps need, by both numbers."""
+        """Return what the steps need, by both numbers."""
         bounds = self.bounds
         needs = (
             f"beside what cannot be evicted, {bounds.lower_op or 'one op'} needs "
@@ -358,7 +358,7 @@ class StepReport:
         )
 
     def _add_lanes(self, table: Table) -> None:
-        """Adds what went over the lanes, and how long the step waited for them."""
+        """Add what went over the lanes, and how long the step waited for them."""
         pairs = (self.last, self.totals)
 
         def row(name: str, text: Callable[[StepTotals], str]) -> None:
