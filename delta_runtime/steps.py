@@ -103,8 +103,9 @@ class Steps:
         """When the step that goes on began, by `time.perf_counter`."""
         self._logged = False
         self._warnings = StepWarnings(budget_bytes, tiers.spill.directory if tiers.spill else None)
-        self._trace = Trace(config.trace) if config.trace else None
-        session.set_tracing(self._trace is not None)
+        self.trace = Trace(config.trace) if config.trace else None
+        """Of the last steps; None where none was asked for."""
+        session.set_tracing(self.trace is not None)
 
     @property
     def ranks(self) -> bool:
@@ -255,8 +256,8 @@ class Steps:
         if over:
             self._warnings.over_budget(step_peak_bytes, self.bounds(), self.limit_bytes)
         self._warnings.failed_copies(self.totals)
-        if self._trace is not None:
-            self._trace.add_step(np.frombuffer(self._session.drain_trace(), dtype=TRACE_DTYPE))
+        if self.trace is not None:
+            self.trace.add_step(np.frombuffer(self._session.drain_trace(), dtype=TRACE_DTYPE))
         self._after_step()
 
     def _take_in(self, shortfall: Shortfall | None) -> None:
@@ -266,8 +267,8 @@ class Steps:
 
     def end(self) -> None:
         """Write the trace, where one was asked for. No step follows."""
-        if self._trace is not None:
-            self._trace.write(self._session.logged_names())
+        if self.trace is not None:
+            self.trace.write(self._session.logged_names())
 
     # ------------------------------------------------------------------ what is learned
 
@@ -312,7 +313,7 @@ class Steps:
             self._on_cpu
             and not self._config.strict
             and self._policy.stress is Stress.NONE
-            and self._trace is None
+            and self.trace is None
         )
 
     def _followed_plan(self, last: StepTotals) -> bool:

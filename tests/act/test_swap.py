@@ -210,7 +210,7 @@ def test_of_copies_back_that_begin_at_one_op_the_one_needed_first_goes_first(tmp
         trace=str(tmp_path / "t.json"),
     )
     rows: list[np.ndarray] = []
-    monkeypatch.setattr(runtime.steps._trace, "add_step", lambda each: rows.append(each.copy()))
+    monkeypatch.setattr(runtime.steps.trace, "add_step", lambda each: rows.append(each.copy()))
 
     def step() -> torch.Tensor:
         with runtime.step():
