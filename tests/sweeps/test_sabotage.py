@@ -6,6 +6,7 @@ other bits or an error of the runtime.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import pytest
@@ -29,9 +30,12 @@ def _dropout(x: Tensor) -> Tensor:
 
 
 def _empty_filled_by_foreign_code(x: Tensor) -> Tensor:
-    """The result of empty() is no recipe for what somebody else wrote there."""
+    """The result of empty() is no recipe for what somebody else wrote there.
+
+    The code has the address alone: memory that is lent to an array is also watched, by a rule of its own.
+    """
     weight = torch.empty(ELEMENTS)
-    weight.numpy()[:] = 3.0
+    ctypes.memset(weight.data_ptr(), 0x40, weight.nbytes)
     return x * weight
 
 
