@@ -474,7 +474,7 @@ class PlanCache:
         if then is Next.TAKE_CHOSEN:
             known.take_chosen()
         elif then is Next.RECORD_AGAIN:
-            known.record_again()
+            self.record_again()
         elif then is Next.ASK_LESS_OF_LANES and links is not None:
             out, in_ = links.out_bytes_per_s * _CAUTION, links.in_bytes_per_s * _CAUTION
             self._try(known, replace(links, out_bytes_per_s=out, in_bytes_per_s=in_))
@@ -483,6 +483,12 @@ class PlanCache:
             if plan.predicted_seconds > known.trials.least_s:
                 known.settle()
         return known.plan is not before
+
+    def record_again(self) -> None:
+        """Have the next step of the latest graph logged, and its plan made anew; without effect where none is known."""
+        for known in reversed(self._known.values()):
+            known.record_again()
+            return
 
     def _try(self, known: _Known, links: Links | None) -> Plan:
         known.links = links

@@ -50,3 +50,11 @@ def test_each_link_of_a_page_leads_somewhere(page):
 
 def test_a_file_that_is_not_there_is_found():
     assert missing_files("see `csrc/nowhere.cpp` and `runtime.py`") == ["csrc/nowhere.cpp"]
+
+
+def test_the_calls_of_the_planners_page_hold():
+    pytest.importorskip("scipy")
+    text = (ROOT / "docs" / "planners.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert code.count("assert ") >= 8
+    exec(code, {})

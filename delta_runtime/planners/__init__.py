@@ -1,1 +1,1 @@
-"""Planners: a step graph and a budget in, a plan out. Pure: numbers only, no torch, no threads, no clock."""
+"""Planners: a step graph, or plain numbers, and a budget in; a plan or a schedule out. No torch, no threads."""

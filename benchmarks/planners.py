@@ -1,0 +1,166 @@
+"""How long do the planners of the source papers take, and how close does rounding come?
+
+A benchmark on generated instances, the same each time. Takes about two minutes on two idle cores; needs no GPU.
+
+    python -m benchmarks.planners [--seconds 60]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from rich.console import Console
+from rich.table import Table
+
+from delta_runtime.planners import checkmate, min_peak, rotor
+
+SEED = 7
+
+
+def random_chain(stages: int, rand: random.Random) -> dict[str, Any]:
+    """Return columns of `rotor.solve`, with room for a third of all that may be saved."""
+    a = [rand.randint(1, 50) for _ in range(stages + 1)]
+    abar = [size * rand.randint(1, 4) for size in a]
+    return {
+        "f": [rand.random() for _ in range(stages)],
+        "b": [2 * rand.random() for _ in range(stages + 1)],
+        "a": a,
+        "abar": abar,
+        "f_tmp": [rand.randint(0, 10) for _ in range(stages)],
+        "b_tmp": [rand.randint(0, 10) for _ in range(stages + 1)],
+        "memory": sum(abar) // 3,
+    }
+
+
+def random_dag(
+    layers: int, rand: random.Random, *, residual: bool
+) -> tuple[list[list[int]], list[int], list[int]]:
+    """Return forward ops, a loss and backward ops: 2 * layers + 1 nodes; with `residual`, blocks of three add up."""
+    deps: list[list[int]] = [[node - 1] if node else [] for node in range(layers + 1)]
+    if residual:
+        for node in range(3, layers, 3):
+            deps[node].append(node - 3)
+    backward = {layers: layers}  # the node that makes the gradient of each forward node's output
+    for node in range(layers - 1, -1, -1):
+        users = [each for each in range(layers + 1) if node in deps[each]]
+        reads = sorted({*(backward[each] for each in users), *deps[node], node})
+        backward[node] = len(deps)
+        deps.append(reads)
+    ram = [rand.randint(1, 9) for _ in range(layers)]
+    cpu = [rand.randint(1, 9) for _ in range(layers)]
+    return deps, [*cpu, 1, *(2 * each for each in reversed(cpu))], [*ram, 1, *reversed(ram)]
+
+
+def seconds_of(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Run something, and return how long it took and what it returned."""
+    begin = time.perf_counter()
+    found = work()
+    return time.perf_counter() - begin, found
+
+
+def measure_chains(console: Console) -> None:
+    """Time the planners of chains."""
+    table = Table("planner", "instance", "seconds", title="chains")
+    for stages in (100, 200, 300):
+        columns = random_chain(stages, random.Random(SEED))
+        seconds, found = seconds_of(lambda columns=columns: rotor.solve(**columns))
+        assert found is None or found.peak <= columns["memory"]
+        table.add_row("rotor", f"{stages} stages, 500 slots", f"{seconds:.2f}")
+    for layers, objective in ((200, "A"), (10_000, "B")):
+        rand = random.Random(SEED)
+        sizes = [rand.random() for _ in range(layers + 1)]
+        seconds, _ = seconds_of(
+            lambda sizes=sizes, objective=objective: min_peak.solve(sizes, objective=objective)
+        )
+        table.add_row("min_peak", f"{layers} layers, objective {objective}", f"{seconds:.2f}")
+    console.print(table)
+    gigabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    console.print(f"most memory of this process: {gigabytes:.2f} GB\n")
+
+
+def measure_dags(console: Console, limit_s: float) -> None:
+    """Time Checkmate, and compare its rounding with the optimum or the best there is."""
+    table = Table(
+        *(
+            "graph",
+            "nodes",
+            "budget",
+            "cost",
+            "bound",
+            "seconds",
+            "rounded / cost",
+            "raw",
+            "seconds",
+        ),
+        title="Checkmate",
+    )
+    for name, layers, share in (
+        *(("chain", 16, share) for share in (0.7, 0.5, 0.35)),
+        *(("residual", 16, share) for share in (0.7, 0.5, 0.35)),
+        *(("chain", 22, share) for share in (0.7, 0.5, 0.35)),
+        *(("residual", 22, share) for share in (0.7, 0.5, 0.35)),
+    ):
+        columns = random_dag(layers, random.Random(SEED), residual=name == "residual")
+        dag = checkmate.Dag.of(*columns)
+        _, most = checkmate.replay(dag, keep_all(dag))
+        budget = share * most
+        seconds, found = seconds_of(
+            lambda columns=columns, budget=budget: checkmate.solve(
+                *columns, budget, time_limit_s=limit_s, gap=1e-3
+            )
+        )
+        rounding, raw = seconds_of(
+            lambda columns=columns, budget=budget: checkmate.round_lp(
+                *columns, budget, fallback=False
+            )
+        )
+        rounded = raw or checkmate.round_lp(*columns, budget)
+        if found is None:
+            table.add_row(name, str(dag.n), f"{share:.0%}", "infeasible", "", f"{seconds:.1f}")
+            continue
+        table.add_row(
+            *(name, str(dag.n), f"{share:.0%}", f"{found.objective:g}", f"{found.bound or 0:.1f}"),
+            *(
+                f"{seconds:.1f}",
+                f"{rounded.objective / found.objective:.3f}" if rounded else "none",
+            ),
+            *("fits" if raw else "none", f"{rounding:.1f}"),
+        )
+    console.print(table)
+
+
+def keep_all(dag: checkmate.Dag) -> list[checkmate.Action]:
+    """Return the schedule that runs each node once, and frees what nobody reads any more."""
+    last = [max([node, *users]) for node, users in enumerate(dag.users())]
+    actions: list[checkmate.Action] = []
+    for node in range(dag.n):
+        actions.append(checkmate.Action(checkmate.Kind.RUN, node))
+        actions += (
+            checkmate.Action(checkmate.Kind.FREE, each)
+            for each in range(node + 1)
+            if last[each] == node
+        )
+    return actions
+
+
+def main() -> int:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--seconds", type=float, default=60.0, help="that one instance may take")
+    arguments = parser.parse_args()
+    console = Console(width=120)
+    measure_chains(console)
+    measure_dags(console, arguments.seconds)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,525 @@
+"""Checkmate: which ops of any graph to run again, and when, so that least is run again within a budget.
+
+From Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization" (MLSys 2020, arXiv
+1910.02653): a mixed-integer program, and the rounding of its linear relaxation. HiGHS solves both, through scipy.
+
+Nodes are forward ops, the loss and backward ops, in the order in which they run for the first time; stage t is the time
+until node t has. Covers nodes with one output each and, beyond the paper, bytes that an op needs while it runs. Does
+not cover copies to other memory, nor another order.
+
+Note: the program
+  R[t, i]: node i runs in stage t. S[t, i]: its output is there when stage t begins. F[t, i, k]: the output of i is freed
+  right after node k, its user or itself, ran in stage t. U[t, k]: what is held just after node k ran in stage t.
+  1. R[t, t] = 1, and nothing of a later node runs or is there.
+  2. What is read is there: R[t, v] <= R[t, u] + S[t, u] for each u that v reads.
+  3. What is there is kept for the next stage or freed once:
+     S[t+1, i] + sum over k of F[t, i, k] <= S[t, i] + R[t, i].
+  4. Only after k ran: F[t, i, k] <= R[t, k]. Not before a user j of i that runs: sum over k < j of F[t, i, k]
+     <= 1 - R[t, j].
+  5. U[t, 0] = m_0 R[t, 0] + sum of m_i S[t, i];  U[t, k+1] = U[t, k] + m_(k+1) R[t, k+1] - sum of m_i F[t, i, k].
+  6. U[t, k] + w_k R[t, k] <= budget.
+  Rules 3 and 4 add up rows of the paper's, which makes the relaxation tighter and the integer solutions no fewer: that
+  a value that may go does go is left to rule 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from delta_runtime.core.errors import DeltaError
+from delta_runtime.core.step_graph import Floats, Mask
+from delta_runtime.planners.solution import Solution
+
+THRESHOLDS = tuple(round(0.1 * each, 1) for each in range(1, 10))
+LP_SHARES = (0.9, 1.0, 0.8, 0.7)
+"""Of the budget that the relaxation is given, in order; the paper's is the first."""
+
+
+class PlannerTimeout(DeltaError):
+    """The time limit came before a schedule or a proof that there is none. Nothing was changed."""
+
+
+class Kind(IntEnum):
+    """What a schedule does with a node."""
+
+    RUN = 0
+    FREE = 1
+
+
+class Action(NamedTuple):
+    """One line of a schedule."""
+
+    kind: Kind
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dag:
+    """Nodes in an order in which they can run.
+
+    Args:
+        deps: for each node the nodes whose output it reads, all before it.
+        cpu: cost of each node.
+        ram: size of each node's output.
+        workspace: what each node needs beside that while it runs.
+    """
+
+    deps: Sequence[Sequence[int]]
+    cpu: Sequence[float]
+    ram: Sequence[float]
+    workspace: Sequence[float]
+
+    def __post_init__(self) -> None:
+        n = len(self.deps)
+        for name in ("cpu", "ram", "workspace"):
+            column = getattr(self, name)
+            if len(column) != n:
+                raise ValueError(f"{name} has {len(column)} entries for {n} nodes")
+            if not all(0 <= each < float("inf") for each in column):
+                raise ValueError(f"{name} holds something that is negative or no finite number")
+        for node, inputs in enumerate(self.deps):
+            if not all(0 <= each < node for each in inputs):
+                raise ValueError(f"node {node} reads {list(inputs)}: a node reads nodes before it")
+
+    @classmethod
+    def of(
+        cls,
+        deps: Sequence[Iterable[int]],
+        cpu: Sequence[float],
+        ram: Sequence[float],
+        workspace: Sequence[float] | None = None,
+    ) -> Dag:
+        """Return the graph with each input named once, and no workspace where none is given."""
+        return cls(
+            [sorted(set(each)) for each in deps],
+            cpu,
+            ram,
+            [0.0] * len(deps) if workspace is None else workspace,
+        )
+
+    @property
+    def n(self) -> int:
+        """Number of nodes."""
+        return len(self.deps)
+
+    def users(self) -> list[list[int]]:
+        """Return for each node the nodes that read it, in order."""
+        readers: list[list[int]] = [[] for _ in range(self.n)]
+        for node, inputs in enumerate(self.deps):
+            for each in inputs:
+                readers[each].append(node)
+        return readers
+
+
+def solve(
+    deps: Sequence[Iterable[int]],
+    cpu: Sequence[float],
+    ram: Sequence[float],
+    budget: float,
+    workspace: Sequence[float] | None = None,
+    *,
+    time_limit_s: float = 60.0,
+    gap: float = 1e-6,
+) -> Solution[list[Action]] | None:
+    """Return the schedule of least cost that holds no more than `budget`; None if there is none.
+
+    Args:
+        deps, cpu, ram, workspace: see `Dag`.
+        budget: in the unit of `ram`. What lives all the time, such as parameters, is to be taken off before.
+        time_limit_s: after so long the best schedule so far is returned, with the bound that was reached.
+        gap: stop where the cost is within this share of the bound.
+
+    Raises:
+        PlannerTimeout: the limit came before any schedule.
+        ImportError: scipy is not installed.
+    """
+    dag = Dag.of(deps, cpu, ram, workspace)
+    if budget < _floor(dag):
+        return None
+    fallback = _cheapest(dag, budget, _greedy_schedules(dag, budget))
+    program = _Program(dag, budget)
+    cost, matrices, bound, impossible = program.optimum(time_limit_s, gap)
+    if impossible:
+        return None
+    found = [] if matrices is None else [_as_schedule(dag, *matrices)]
+    best = _cheapest(dag, budget, [*found, *([] if fallback is None else [fallback.schedule])])
+    if best is None:
+        raise PlannerTimeout(
+            f"checkmate: no schedule of {dag.n} nodes within {budget:g} was found in {time_limit_s:g} s, "
+            "nor a proof that there is none. Give it more time, or a graph with fewer nodes."
+        )
+    return Solution(best.objective, best.peak, best.schedule, bound=bound)
+
+
+def round_lp(
+    deps: Sequence[Iterable[int]],
+    cpu: Sequence[float],
+    ram: Sequence[float],
+    budget: float,
+    workspace: Sequence[float] | None = None,
+    *,
+    fallback: bool = True,
+) -> Solution[list[Action]] | None:
+    """Return a schedule from rounding the linear relaxation; None if none was found.
+
+    What is there at the start of each stage is rounded at nine thresholds; what has to run for that follows. The
+    cheapest that fits is taken. Its bound is that of the relaxation under the whole budget.
+
+    Args:
+        deps, cpu, ram, budget, workspace: see `solve`.
+        fallback: where no threshold gives a schedule that fits, take one that evicts greedily. With False the result
+            says whether rounding alone sufficed.
+
+    Raises:
+        ImportError: scipy is not installed.
+    """
+    dag = Dag.of(deps, cpu, ram, workspace)
+    if budget < _floor(dag):
+        return None
+    rounded: list[list[Action]] = []
+    bound = None
+    for share in LP_SHARES:
+        relaxed, cost = _Program(dag, budget * share).relaxation()
+        if share == 1.0:
+            bound = cost
+        if relaxed is None:
+            continue
+        for threshold in THRESHOLDS:
+            kept = relaxed >= threshold
+            rounded.append(_as_schedule(dag, _closure(dag, kept), kept))
+    best = _cheapest(dag, budget, rounded)
+    if best is None and fallback:
+        best = _cheapest(dag, budget, _greedy_schedules(dag, budget))
+    return best and Solution(best.objective, best.peak, best.schedule, bound=bound)
+
+
+def lower_bound(
+    deps: Sequence[Iterable[int]],
+    cpu: Sequence[float],
+    ram: Sequence[float],
+    budget: float,
+    workspace: Sequence[float] | None = None,
+) -> float | None:
+    """Return the cost of the linear relaxation: no schedule costs less. None if not even that is possible."""
+    dag = Dag.of(deps, cpu, ram, workspace)
+    if budget < _floor(dag):
+        return None
+    return _Program(dag, budget).relaxation()[1]
+
+
+def replay(dag: Dag, schedule: Iterable[Action]) -> tuple[float, float]:
+    """Carry out a schedule; return its cost and its peak.
+
+    Raises:
+        ValueError: something is read or freed that is not there, runs though it is there, or never runs.
+    """
+    there: set[int] = set()
+    ran: set[int] = set()
+    cost, held, peak = 0.0, 0.0, 0.0
+    for kind, node in schedule:
+        if kind is Kind.FREE:
+            if node not in there:
+                raise ValueError(f"node {node} is freed and is not there")
+            there.remove(node)
+            held -= dag.ram[node]
+            continue
+        missing = [each for each in dag.deps[node] if each not in there]
+        if missing or node in there:
+            raise ValueError(f"node {node} runs without {missing}, or though its output is there")
+        there.add(node)
+        ran.add(node)
+        held += dag.ram[node]
+        cost += dag.cpu[node]
+        peak = max(peak, held + dag.workspace[node])
+    if len(ran) < dag.n:
+        raise ValueError(f"{dag.n - len(ran)} nodes never run")
+    return cost, peak
+
+
+def _floor(dag: Dag) -> float:
+    """Return what the largest node takes with what it reads: no schedule holds less."""
+    return max(
+        (
+            dag.ram[node] + dag.workspace[node] + sum(dag.ram[each] for each in dag.deps[node])
+            for node in range(dag.n)
+        ),
+        default=0.0,
+    )
+
+
+def _cheapest(
+    dag: Dag, budget: float, schedules: Iterable[list[Action]]
+) -> Solution[list[Action]] | None:
+    best: Solution[list[Action]] | None = None
+    for schedule in schedules:
+        cost, peak = replay(dag, schedule)
+        if peak <= budget * (1 + 1e-12) and (best is None or cost < best.objective):
+            best = Solution(cost, peak, schedule)
+    return best
+
+
+class _Program:
+    """The program of the Note, as sparse rows."""
+
+    def __init__(self, dag: Dag, budget: float) -> None:
+        self.dag, self.budget = dag, budget
+        self.n_columns = 0
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+        self.rows: list[int] = []
+        self.columns: list[int] = []
+        self.entries: list[float] = []
+        self.row_lower: list[float] = []
+        self.row_upper: list[float] = []
+        n = dag.n
+        self.runs = {
+            (t, i): self._column(float(i == t), 1.0) for t in range(n) for i in range(t + 1)
+        }
+        self.kept = {(t, i): self._column(0.0, 1.0) for t in range(n) for i in range(t)}
+        self.n_binary = self.n_columns
+        users = dag.users()
+        for t in range(n):
+            self._stage(t, users)
+
+    def _column(self, lower: float, upper: float) -> int:
+        self.lower.append(lower)
+        self.upper.append(upper)
+        self.n_columns += 1
+        return self.n_columns - 1
+
+    def _row(self, terms: Iterable[tuple[int, float]], lower: float, upper: float) -> None:
+        for column, entry in terms:
+            self.rows.append(len(self.row_lower))
+            self.columns.append(column)
+            self.entries.append(entry)
+        self.row_lower.append(lower)
+        self.row_upper.append(upper)
+
+    def _stage(self, t: int, users: list[list[int]]) -> None:
+        dag = self.dag
+        n = dag.n
+        freed: dict[tuple[int, int], int] = {}  # F[t, i, k], by (i, k)
+        after: list[list[int]] = [[] for _ in range(t + 1)]  # what may be freed after k
+        for i in range(t + 1):
+            for k in (i, *(user for user in users[i] if user <= t)):
+                freed[i, k] = self._column(0.0, 1.0)
+                after[k].append(i)
+                self._row([(freed[i, k], 1.0), (self.runs[t, k], -1.0)], -np.inf, 0.0)  # rule 4
+        for i in range(t + 1):
+            read = [user for user in users[i] if user <= t]
+            there = [(self.runs[t, i], -1.0)]
+            if i < t:
+                there.append((self.kept[t, i], -1.0))
+            for v in read:  # rule 2
+                self._row([(self.runs[t, v], 1.0), *there], -np.inf, 0.0)
+            gone = [(freed[i, k], 1.0) for k in (i, *read)]
+            if t + 1 < n:  # rule 3
+                self._row([(self.kept[t + 1, i], 1.0), *gone, *there], -np.inf, 0.0)
+            else:
+                self._row([*gone, *there], -np.inf, 0.0)
+            for at, j in enumerate(read, 1):  # rule 4
+                self._row([*gone[:at], (self.runs[t, j], 1.0)], -np.inf, 1.0)
+        held = -1
+        for k in range(t + 1):  # rules 5 and 6
+            before = held
+            held = self._column(0.0, self.budget)
+            terms = [(held, 1.0), (self.runs[t, k], -float(dag.ram[k]))]
+            if k == 0:
+                terms += [(self.kept[t, i], -float(dag.ram[i])) for i in range(t)]
+            else:
+                terms.append((before, -1.0))
+                terms += [(freed[i, k - 1], float(dag.ram[i])) for i in after[k - 1]]
+            self._row(terms, 0.0, 0.0)
+            if dag.workspace[k] > 0:
+                workspace = float(dag.workspace[k])
+                self._row([(held, 1.0), (self.runs[t, k], workspace)], -np.inf, self.budget)
+
+    def optimum(
+        self, time_limit_s: float, gap: float
+    ) -> tuple[float, tuple[Mask, Mask] | None, float | None, bool]:
+        """Solve with whole numbers: cost, R and S, bound, and whether it was shown that there is none."""
+        result = self._solve(whole=True, time_limit=time_limit_s, mip_rel_gap=gap)
+        bound = getattr(result, "mip_dual_bound", None)
+        if result.x is None:
+            return np.inf, None, bound, result.status == 2
+        runs, kept = self._matrices(result.x)
+        return float(result.fun), (runs > 0.5, kept > 0.5), bound, False
+
+    def relaxation(self) -> tuple[Floats | None, float | None]:
+        """Solve with fractions: S and the cost; None for both where there is no solution."""
+        result = self._solve(whole=False)
+        if result.x is None:
+            return None, None
+        return self._matrices(result.x)[1], float(result.fun)
+
+    def _solve(self, *, whole: bool, **options: Any) -> Any:
+        milp, constraint, bounds, coo_array = _scipy()
+        cost = np.zeros(self.n_columns)
+        for (_, i), column in self.runs.items():
+            cost[column] = self.dag.cpu[i]
+        matrix = coo_array(
+            (self.entries, (self.rows, self.columns)),
+            shape=(len(self.row_lower), self.n_columns),
+        ).tocsr()
+        integrality = np.zeros(self.n_columns)
+        integrality[: self.n_binary] = float(whole)
+        return milp(
+            cost,
+            constraints=constraint(matrix, self.row_lower, self.row_upper),
+            bounds=bounds(self.lower, self.upper),
+            integrality=integrality,
+            options={key: value for key, value in options.items() if value is not None},
+        )
+
+    def _matrices(self, x: Floats) -> tuple[Floats, Floats]:
+        n = self.dag.n
+        runs, kept = np.zeros((n, n)), np.zeros((n, n))
+        for matrix, columns in ((runs, self.runs), (kept, self.kept)):
+            for at, column in columns.items():
+                matrix[at] = x[column]
+        return runs, kept
+
+
+def _scipy() -> tuple[Any, Any, Any, Any]:
+    try:
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import coo_array
+    except ImportError as error:
+        raise ImportError("the planner 'checkmate' needs scipy: pip install scipy") from error
+    return milp, LinearConstraint, Bounds, coo_array
+
+
+def _closure(dag: Dag, kept: Mask) -> Mask:
+    """Return the least R for which what S keeps is there, and what runs finds what it reads."""
+    n = dag.n
+    runs = np.eye(n, dtype=bool)
+    for t in range(n):
+        if t + 1 < n:
+            runs[t] |= kept[t + 1] & ~kept[t]
+        for v in range(t, -1, -1):
+            if runs[t, v]:
+                for u in dag.deps[v]:
+                    runs[t, u] |= not kept[t, u]
+    return runs
+
+
+def _as_schedule(dag: Dag, runs: Mask, kept: Mask) -> list[Action]:
+    """Return what R and S say, with each value freed as soon as nobody in its stage or the next asks for it."""
+    n = dag.n
+    actions: list[Action] = []
+    there: set[int] = set()
+    none = np.zeros(n, bool)
+    for t in range(n):
+        later = kept[t + 1] if t + 1 < n else none
+        order = [i for i in np.flatnonzero(runs[t]).tolist() if i not in there]
+        reads: dict[int, int] = {}  # the last in this stage that reads each
+        for i in order:
+            for u in dag.deps[i]:
+                reads[u] = i
+        for u in sorted(there):
+            if u not in reads and not later[u]:
+                actions.append(Action(Kind.FREE, u))
+                there.remove(u)
+        for i in order:
+            actions.append(Action(Kind.RUN, i))
+            there.add(i)
+            for u in (*dag.deps[i], i):
+                if not later[u] and reads.get(u, i) == i:
+                    actions.append(Action(Kind.FREE, u))
+                    there.remove(u)
+    return actions
+
+
+def _greedy_schedules(dag: Dag, budget: float) -> list[list[Action]]:
+    """Schedules that evict when there is no room, each by another order; those that get through."""
+    orders: list[Callable[[float, float, float], float]] = [
+        lambda distance, size, cost: -distance,
+        lambda distance, size, cost: cost / (size * distance),
+        lambda distance, size, cost: cost / size,
+        lambda distance, size, cost: -size,
+    ]
+    found = (_Greedy(dag, budget, order).schedule() for order in orders)
+    return [each for each in found if each is not None]
+
+
+class _Greedy:
+    """Runs node after node, makes again what is missing, and evicts what comes first in an order."""
+
+    def __init__(
+        self, dag: Dag, budget: float, order: Callable[[float, float, float], float]
+    ) -> None:
+        self.dag, self.budget, self.order = dag, budget, order
+        self.users = dag.users()
+        self.there: set[int] = set()
+        self.pinned: dict[int, int] = {}
+        self.held = 0.0
+        self.actions: list[Action] = []
+        self.most_actions = 50 * dag.n + 1000
+
+    def schedule(self) -> list[Action] | None:
+        for node in range(self.dag.n):
+            if not self._run(node, node):
+                return None
+            for each in sorted(self.there):
+                if not any(user > node for user in self.users[each]):
+                    self._free(each)
+        return self.actions
+
+    def _free(self, node: int) -> None:
+        self.actions.append(Action(Kind.FREE, node))
+        self.there.remove(node)
+        self.held -= self.dag.ram[node]
+
+    def _pin(self, node: int, by: int) -> None:
+        self.pinned[node] = self.pinned.get(node, 0) + by
+
+    def _run(self, goal: int, now: int) -> bool:
+        """Make `goal`'s output there; what it reads first, in the order of the nodes."""
+        stack = [(goal, False)]
+        while stack:
+            node, ready = stack.pop()
+            if node in self.there:
+                self._pin(node, 1)  # for whoever asked for it
+                continue
+            if not ready:
+                stack.append((node, True))
+                stack += [(each, False) for each in reversed(self.dag.deps[node])]
+                continue
+            wanted = self.held + self.dag.ram[node] + self.dag.workspace[node]
+            while wanted > self.budget:
+                victim = self._victim(now)
+                if victim is None:
+                    return False
+                self._free(victim)
+                wanted -= self.dag.ram[victim]
+            self.actions.append(Action(Kind.RUN, node))
+            if len(self.actions) > self.most_actions:
+                return False
+            self.there.add(node)
+            self.held += self.dag.ram[node]
+            for each in self.dag.deps[node]:
+                self._pin(each, -1)
+            self._pin(node, 1)
+        self._pin(goal, -1)
+        return True
+
+    def _victim(self, now: int) -> int | None:
+        best, least = None, np.inf
+        for node in self.there:
+            if self.pinned.get(node, 0) > 0 or self.dag.ram[node] == 0:
+                continue
+            distance = min(
+                (user - now for user in self.users[node] if user > now), default=self.dag.n
+            )
+            cost = self.dag.cpu[node] + sum(
+                self.dag.cpu[each] for each in self.dag.deps[node] if each not in self.there
+            )
+            score = self.order(float(distance), self.dag.ram[node], cost)
+            if score < least:
+                best, least = node, score
+        return best

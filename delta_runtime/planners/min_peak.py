@@ -1,0 +1,172 @@
+"""Least-peak checkpoints: which outputs of a chain to keep so that its training step peaks lowest.
+
+The scheme has one level: a subset of the outputs is kept, every other one is made again once, a segment between two
+kept ones at a time, during backward. Seconds do not count. Two objectives, after Wang, Hong et al., "GPU memory usage
+optimization for backward propagation in deep network training" (2023; arXiv 2502.12499):
+
+- A: all that is kept, and the largest segment. O(n^3).
+- B: what PyTorch holds. When a segment is done, what was kept behind it is gone already; a segment is rebuilt as a
+  whole, then backward lets go of it value by value, with two gradients at hand. O(n^2).
+
+The formulas are written from the papers' complexities and abstracts and agree with a search of all subsets.
+
+Covers one chain: y_0 is the input, y_i the output of layer i. Does not cover branches, nor what a layer needs for
+itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from delta_runtime.core.step_graph import Floats
+from delta_runtime.planners.solution import Solution
+
+SegmentPeaks = Callable[[int, int, int], Floats]
+"""Of `(i, begin, end)`: for k from `begin` to before `end`, the peak inside the segment (i, k), with nothing else
+counted. It must not fall as k grows."""
+
+_BLOCK = 512  # ends of a segment that are looked at together
+
+
+def solve(
+    sizes: Sequence[float],
+    gradient_sizes: Sequence[float] | None = None,
+    objective: str = "B",
+    segment_peaks: SegmentPeaks | None = None,
+) -> Solution[list[int]]:
+    """Return the outputs to keep, as numbers of layers between 1 and n - 1, in order.
+
+    Args:
+        sizes: of y_0 to y_n, in any unit.
+        gradient_sizes: of their gradients; as large as the outputs where None is given. Objective A reads none.
+        objective: "A" or "B"; see above.
+        segment_peaks: what a segment holds, for objective B; `within_segments` of the sizes where None is given.
+
+    The objective of the solution is the peak, in the unit of the sizes.
+    """
+    y = np.asarray(sizes, np.float64)
+    g = y if gradient_sizes is None else np.asarray(gradient_sizes, np.float64)
+    if y.ndim != 1 or len(y) < 2 or g.shape != y.shape:
+        raise ValueError(
+            f"sizes {y.shape} and gradient_sizes {g.shape} must be rows of two or more"
+        )
+    if not (np.isfinite(y).all() and np.isfinite(g).all() and (y >= 0).all() and (g >= 0).all()):
+        raise ValueError("sizes must be finite and not negative")
+    if objective == "A":
+        kept = _least_kept_and_largest(y)
+        peak = peak_a(y, kept)
+    elif objective == "B":
+        within = within_segments(y, g) if segment_peaks is None else segment_peaks
+        kept = _least_while_backward(y, within)
+        peak = peak_b(y, kept, within)
+    else:
+        raise ValueError(f'objective is "A" or "B", not {objective!r}')
+    return Solution(peak, peak, kept, bound=peak)
+
+
+def within_segments(y: Floats, g: Floats) -> SegmentPeaks:
+    """Return W(i, k) for a segment that is rebuilt with its last output and then goes value by value.
+
+    W(i, k) = max(P_k + g_k, max over i < j <= k of (P_j + g_j + g_(j-1))) - P_i with P_j = y_0 + ... + y_j.
+    """
+    before = np.cumsum(y)
+    rebuilt = before + g
+    backward = np.append(-np.inf, before[1:] + g[1:] + g[:-1])
+    # All segments from one i are asked for in order of their ends, so a running maximum goes on from call to call.
+    running = {"i": -1, "end": -1, "most": -np.inf}
+
+    def peaks(i: int, begin: int, end: int) -> Floats:
+        most = running["most"]
+        if running["i"] != i or running["end"] != begin:
+            most = backward[i + 1 : begin].max(initial=-np.inf)
+        step = np.maximum(np.maximum.accumulate(backward[begin:end]), most)
+        running.update(i=i, end=end, most=float(step[-1]))
+        held: Floats = np.maximum(rebuilt[begin:end], step) - before[i]
+        return held
+
+    return peaks
+
+
+def peak_a(y: Sequence[float] | Floats, kept: Sequence[int]) -> float:
+    """Return objective A of a subset: what is kept, and the largest of the segments between."""
+    breaks = [0, *kept, len(y) - 1]
+    largest = max(sum(y[i + 1 : k]) for i, k in zip(breaks, breaks[1:], strict=False))
+    return float(sum(y[c] for c in kept) + largest)
+
+
+def peak_b(y: Sequence[float] | Floats, kept: Sequence[int], within: SegmentPeaks) -> float:
+    """Return objective B of a subset: what is kept up to a segment, and the peak inside it, at the worst segment."""
+    breaks = [0, *kept, len(y) - 1]
+    held, worst = 0.0, -np.inf
+    for i, k in zip(breaks, breaks[1:], strict=False):
+        held += float(y[i])
+        worst = max(worst, held + float(within(i, k, k + 1)[0]))
+    return float(worst)
+
+
+def _least_kept_and_largest(y: Floats) -> list[int]:
+    """Objective A: for each sum that the largest segment can have, the least that must be kept."""
+    n = len(y) - 1
+    before = np.cumsum(y)
+    # A segment (i, k) leaves out y_(i+1) to y_(k-1).
+    sums = np.unique([before[k - 1] - before[i] for i in range(n) for k in range(i + 1, n + 1)])
+    best, best_sum = np.inf, np.inf
+    rows = before.tolist()
+    sizes = y.tolist()
+    for most in sums.tolist():
+        if most >= best:
+            break  # what is kept is never less than nothing
+        least = _least_kept(sizes, rows, most)[0]
+        if least + most < best:
+            best, best_sum = least + most, most
+    return _least_kept(sizes, rows, best_sum)[1]
+
+
+def _least_kept(y: list[float], before: list[float], most: float) -> tuple[float, list[int]]:
+    """Return the least to keep so that no segment is larger than `most`, and what that is.
+
+    f(k) = y_k + min of f(i) over the i from which a segment to k is small enough: a minimum over a window.
+    """
+    n = len(y) - 1
+    least, came_from = [0.0] * (n + 1), [0] * (n + 1)
+    window = deque([0])  # of f in rising order
+    for k in range(1, n + 1):
+        while before[k - 1] - before[window[0]] > most:
+            window.popleft()  # never the last one: k - 1 leaves out nothing
+        came_from[k] = window[0]
+        least[k] = least[window[0]] + (y[k] if k < n else 0.0)
+        while window and least[window[-1]] >= least[k]:
+            window.pop()
+        window.append(k)
+    kept, k = [], came_from[n]
+    while k > 0:
+        kept.append(k)
+        k = came_from[k]
+    return least[n], kept[::-1]
+
+
+def _least_while_backward(y: Floats, within: SegmentPeaks) -> list[int]:
+    """Objective B from the back: G(i) = y_i + min over k > i of max(W(i, k), G(k)), and G(n) = -inf."""
+    n = len(y) - 1
+    best = np.full(n + 1, -np.inf)
+    ends = np.zeros(n + 1, np.int64)
+    for i in range(n - 1, -1, -1):
+        least = np.inf
+        for begin in range(i + 1, n + 1, _BLOCK):
+            end = min(begin + _BLOCK, n + 1)
+            inside = within(i, begin, end)
+            if inside[0] >= least:
+                break  # W never falls with k
+            peaks = np.maximum(inside, best[begin:end])
+            at = int(peaks.argmin())
+            if peaks[at] < least:
+                least, ends[i] = float(peaks[at]), begin + at
+        best[i] = y[i] + least
+    kept, k = [], int(ends[0])
+    while k < n:
+        kept.append(k)
+        k = int(ends[k])
+    return kept

@@ -1,0 +1,360 @@
+"""Rotor: a chain whose stages may keep their input alone or all that autograd saves, in the least time.
+
+From Herrmann et al., "Optimal checkpointing for heterogeneous chains" (Inria RR-9302, 2019), with two changes: the
+test of the room for `SAVE` and the span over which `CHECKPOINT` asks for room to run forward are the exact ones, so
+that the result is the optimum over all persistent schedules. *Persistent*: what was stored stays until its backward.
+
+Covers one chain: stage `i` reads what stage `i - 1` made and nothing else, a gradient is as large as its value, and
+parameters are not counted. Does not cover how a step becomes a chain.
+
+Note: the recurrence
+  C(s, t, m) is the least time of the forwards still needed and of all backwards of stages s to t, where x_s is there
+  and *not* counted in m, and the gradient y_(t+1) is counted.
+  1. C(L, L, m) = b_L if m >= a_L + q_L: the loss.
+  2. Save all of stage s: f_s + b_s + C(s+1, t, m - A_(s+1)), where there is room to run it forward beside y_(t+1), and
+     backward beside what it saved.
+  3. Keep x_s, run forward to x_j alone, do j to t, then s to j-1 from x_s again:
+     f_s + ... + f_(j-1) + C(j, t, m - a_j) + C(s, j-1, m), where there is room to run forward beside y_(t+1).
+  A row of the table is all m at once. The rows over which 3 takes its minimum lie side by side in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from delta_runtime.core.step_graph import Floats, Ints
+from delta_runtime.planners.solution import Solution
+
+SLOTS = 500
+
+
+class Kind(IntEnum):
+    """What a schedule does with a stage."""
+
+    SAVE = 0
+    """Run forward, keep all that backward needs."""
+    CHECKPOINT = 1
+    """Run forward, keep the input alone."""
+    SKIP = 2
+    """Run forward, keep nothing; the input goes."""
+    LOSS = 3
+    BACKWARD = 4
+
+
+class Action(NamedTuple):
+    """One line of a schedule."""
+
+    kind: Kind
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """L stages and a loss; sizes in any one unit.
+
+    Args:
+        f: seconds of each stage's forward, (L,).
+        b: seconds of each stage's backward, and last of the loss, (L + 1,).
+        a: size of each stage's input, and last of the loss's, (L + 1,). Its gradient is as large.
+        abar: `abar[i + 1]` is what the forward of stage i keeps with its output and without its input, (L + 1,); the
+            first is not read.
+        f_tmp: what the forward of each stage needs for itself, (L,).
+        b_tmp: what the backward of each stage needs, and last the loss, (L + 1,).
+    """
+
+    f: Sequence[float]
+    b: Sequence[float]
+    a: Sequence[float]
+    abar: Sequence[float]
+    f_tmp: Sequence[float]
+    b_tmp: Sequence[float]
+
+    def __post_init__(self) -> None:
+        n = len(self.f)
+        wanted = {"b": n + 1, "a": n + 1, "abar": n + 1, "f_tmp": n, "b_tmp": n + 1}
+        for name, length in wanted.items():
+            if len(getattr(self, name)) != length:
+                raise ValueError(
+                    f"{name} has {len(getattr(self, name))} entries; a chain of {n} stages takes {length}"
+                )
+        for name in ("f", *wanted):
+            if not all(0 <= each < float("inf") for each in getattr(self, name)):
+                raise ValueError(f"{name} holds something that is negative or no finite number")
+
+    @property
+    def length(self) -> int:
+        """Number of stages without the loss."""
+        return len(self.f)
+
+
+def solve(
+    f: Sequence[float],
+    b: Sequence[float],
+    a: Sequence[float],
+    abar: Sequence[float],
+    f_tmp: Sequence[float],
+    b_tmp: Sequence[float],
+    memory: float,
+    slots: int | None = None,
+) -> Solution[list[Action]] | None:
+    """Return the fastest persistent schedule that holds no more than `memory`; None if there is none.
+
+    Args:
+        f, b, a, abar, f_tmp, b_tmp: see `Chain`.
+        memory: room for everything, the input of the first stage included; in the unit of the sizes.
+        slots: the unit of the table is so small that `memory` holds at least so many; 500 where None is given. Sizes
+            are rounded up to whole units. Whole numbers up to that many are taken as they are, so that the result is
+            exact.
+
+    Takes time in proportion to slots * L^3, and 8 * slots * L^2 bytes.
+    """
+    chain = Chain(f, b, a, abar, f_tmp, b_tmp)
+    if slots is not None and slots < 1:
+        raise ValueError(f"slots must be at least 1, not {slots}")
+    sizes, room = _in_units(chain, memory, SLOTS if slots is None else slots)
+    left = room - int(sizes.a[0])
+    if left < 0:
+        return None
+    table = _Table(chain, sizes, left)
+    schedule = table.schedule(left)
+    if schedule is None:
+        return None
+    seconds, peak = replay(chain, schedule)
+    return Solution(seconds, peak, schedule)
+
+
+def least_memory(
+    a: Sequence[float],
+    abar: Sequence[float],
+    f_tmp: Sequence[float],
+    b_tmp: Sequence[float],
+) -> float:
+    """Return the smallest `memory` for which `solve` finds a schedule, before sizes are rounded to units."""
+    n = len(f_tmp)
+    chain = Chain([0.0] * n, [0.0] * (n + 1), a, abar, f_tmp, b_tmp)
+    sizes = np.asarray(chain.a, np.float64)
+    saved = np.asarray(chain.abar, np.float64)
+    least = np.full((n + 1, n + 1), np.inf)  # of m in C(s, t, m)
+    least[n, n] = sizes[n] + chain.b_tmp[n]
+    for s in range(n - 1, -1, -1):
+        forward = _running_forward(sizes, np.asarray(chain.f_tmp, np.float64), s)
+        after = _gradient_after(sizes, s)
+        for t in range(s, n + 1):
+            keep = max(
+                after[t - s] + saved[s + 1] + chain.f_tmp[s],
+                sizes[s] + sizes[s + 1] + saved[s + 1] + chain.b_tmp[s],
+                saved[s + 1] + (least[s + 1, t] if t > s else 0.0),
+            )
+            split = np.maximum(sizes[s + 1 : t + 1] + least[s + 1 : t + 1, t], least[s, s:t])
+            split = np.maximum(split, after[t - s] + forward[: t - s])
+            least[s, t] = min(keep, split.min(initial=np.inf))
+    return float(least[0, n] + sizes[0])
+
+
+def replay(chain: Chain, schedule: Sequence[Action]) -> tuple[float, float]:
+    """Carry out a schedule, and return its seconds and its peak.
+
+    Raises:
+        ValueError: the schedule reads what is not there, or leaves a backward out.
+    """
+    n = chain.length
+    plain = {0}  # stages whose input is there by itself
+    saved: set[int] = set()  # stages whose output and saved values are there
+    gradients: set[int] = set()
+    seconds, peak = 0.0, float(chain.a[0])
+
+    def held() -> float:
+        return (
+            sum(chain.a[i] for i in plain)
+            + sum(chain.abar[i + 1] for i in saved)
+            + sum(chain.a[i] for i in gradients)
+        )
+
+    for kind, i in schedule:
+        before = held()
+        if i not in plain and i - 1 not in saved:
+            raise ValueError(f"{kind.name}({i}) reads the input of stage {i}, which is not there")
+        if kind is Kind.LOSS:
+            peak = max(peak, before + chain.a[n] + chain.b_tmp[n])
+            plain.discard(n)
+            gradients.add(n)
+            seconds += chain.b[n]
+        elif kind is Kind.BACKWARD:
+            if i not in saved or i + 1 not in gradients:
+                raise ValueError(f"BACKWARD({i}) lacks what it reads")
+            peak = max(peak, before + chain.a[i] + chain.b_tmp[i])
+            gradients = (gradients - {i + 1}) | {i}
+            saved.remove(i)
+            plain.discard(i)
+            seconds += chain.b[i]
+        else:
+            added = chain.abar[i + 1] if kind is Kind.SAVE else chain.a[i + 1]
+            peak = max(peak, before + added + chain.f_tmp[i])
+            if kind is Kind.SAVE:
+                saved.add(i)
+            else:
+                plain.add(i + 1)
+                if kind is Kind.SKIP:
+                    plain.discard(i)
+            seconds += chain.f[i]
+    if gradients != {0} or saved or plain - {0}:
+        raise ValueError("the schedule does not reach the gradient of the first stage's input")
+    return seconds, peak
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    a: Ints
+    abar: Ints
+    f_tmp: Ints
+    b_tmp: Ints
+
+
+def _in_units(chain: Chain, memory: float, slots: int) -> tuple[_Sizes, int]:
+    """Sizes in whole units, rounded up, and how many units there is room for."""
+    columns = (chain.a, chain.abar, chain.f_tmp, chain.b_tmp)
+    whole = all(float(each).is_integer() for column in columns for each in column)
+    unit = 1.0 if whole and memory <= slots else memory / slots
+    if whole and memory > slots:
+        unit = float(memory // slots)
+    if unit <= 0:
+        return _Sizes(*(np.asarray(column, np.int64) for column in columns)), -1
+    rounded = (
+        np.ceil(np.asarray(column, np.float64) / unit).astype(np.int64) for column in columns
+    )
+    return _Sizes(*rounded), int(memory // unit)
+
+
+def _running_forward(sizes: Floats | Ints, tmp: Floats | Ints, s: int) -> Floats | Ints:
+    """For j = s + 1 to L: the most that the forwards from x_s to x_j hold, x_s not counted."""
+    held = sizes[s + 1 :] + tmp[s:]
+    held[1:] += sizes[s + 1 : -1]
+    return np.maximum.accumulate(held)
+
+
+def _gradient_after(sizes: Floats | Ints, s: int) -> Floats | Ints:
+    """For t = s to L: size of the gradient that stages s to t start from."""
+    return np.append(sizes[s + 1 :], 0)
+
+
+class _Table:
+    """C(s, t, m) for all s <= t and m from 0 to `room`.
+
+    Held twice: by s, and by t, moved up by a_j and with the forwards' seconds up to j added, as rule 3 reads them.
+    """
+
+    def __init__(self, chain: Chain, sizes: _Sizes, room: int) -> None:
+        n = chain.length
+        self.chain, self.sizes, self.n = chain, sizes, n
+        self.columns = room + 1
+        self.seconds = np.array([0.0, *accumulate(chain.f)])  # of the forwards before each stage
+        self.by_s = [np.full((n + 1 - s, self.columns), np.inf) for s in range(n + 1)]
+        self.by_t = [np.full((t + 1, self.columns), np.inf) for t in range(n + 1)]
+        self.scratch = np.empty((n + 1, self.columns))
+        self.by_s[n][0, int(sizes.a[n] + sizes.b_tmp[n]) :] = chain.b[n]
+        self._move_up(n, n)
+        for s in range(n - 1, -1, -1):
+            forward = _running_forward(sizes.a, sizes.f_tmp, s)
+            after = _gradient_after(sizes.a, s)
+            for t in range(s, n + 1):
+                row = self.by_s[s][t - s]
+                self._save_into(row, s, t)
+                self._split_into(row, s, t, forward[: t - s] + after[t - s])
+                self._move_up(s, t)
+
+    def _move_up(self, s: int, t: int) -> None:
+        size = min(int(self.sizes.a[s]), self.columns)
+        moved = self.by_t[t][s, size:]
+        np.add(self.by_s[s][t - s, : self.columns - size], self.seconds[s], out=moved)
+
+    def _save_needs(self, s: int, t: int) -> tuple[int, int]:
+        """Room to save stage s, and how much of it stays taken."""
+        a, kept = self.sizes.a, int(self.sizes.abar[s + 1])
+        after = int(a[t + 1]) if t < self.n else 0
+        forward = after + kept + int(self.sizes.f_tmp[s])
+        backward = int(a[s] + a[s + 1]) + kept + int(self.sizes.b_tmp[s])
+        return max(forward, backward, kept), kept
+
+    def _save_into(self, row: Floats, s: int, t: int) -> None:
+        room, kept = self._save_needs(s, t)
+        if room >= self.columns:
+            return
+        spent = self.chain.f[s] + self.chain.b[s]
+        if t == s:
+            row[room:] = spent
+        else:
+            np.add(
+                self.by_s[s + 1][t - s - 1, room - kept : self.columns - kept],
+                spent,
+                out=row[room:],
+            )
+
+    def _split_into(self, row: Floats, s: int, t: int, forward: Ints) -> None:
+        """Take the minimum over j; `forward` is the room to run from s to each j, which never falls with j."""
+        end = self.columns
+        count = int(
+            np.searchsorted(forward, end, side="left")
+        )  # as many fit into all that there is
+        # Between two steps of `forward` the same j are open to all m.
+        while count > 0:
+            begin = int(forward[count - 1])
+            both = self.scratch[:count, : end - begin]
+            np.add(
+                self.by_t[t][s + 1 : s + 1 + count, begin:end],
+                self.by_s[s][:count, begin:end],
+                out=both,
+            )
+            best = both.min(axis=0)
+            best -= self.seconds[s]
+            np.minimum(row[begin:end], best, out=row[begin:end])
+            end = begin
+            count = int(np.searchsorted(forward, end, side="left"))
+
+    def _best_split(self, s: int, t: int, m: int) -> tuple[float, int]:
+        """Least seconds of rule 3, and its j; inf where none fits."""
+        a = self.sizes.a
+        forward = _running_forward(a, self.sizes.f_tmp, s)[: t - s] + _gradient_after(a, s)[t - s]
+        count = int(np.searchsorted(forward, m, side="right"))
+        if count == 0:
+            return np.inf, -1
+        values = self.by_t[t][s + 1 : s + 1 + count, m] + self.by_s[s][:count, m]
+        best = int(values.argmin())
+        return float(values[best] - self.seconds[s]), s + 1 + best
+
+    def schedule(self, room: int) -> list[Action] | None:
+        """Return what to do with so much room beside the first stage's input; None where it is too little."""
+        if not np.isfinite(self.by_s[0][self.n, room]):
+            return None
+        actions: list[Action] = []
+        to_do: list[tuple[int, int, int] | Action] = [(0, self.n, room)]
+        while to_do:
+            item = to_do.pop()
+            if isinstance(item, Action):
+                actions.append(item)
+                continue
+            s, t, m = item
+            if s == self.n:
+                actions.append(Action(Kind.LOSS, s))
+                continue
+            split, j = self._best_split(s, t, m)
+            saving = np.inf
+            needs, kept = self._save_needs(s, t)
+            if m >= needs:
+                rest = self.by_s[s + 1][t - s - 1, m - kept] if t > s else 0.0
+                saving = self.chain.f[s] + self.chain.b[s] + rest
+            if split < saving:
+                actions.append(Action(Kind.CHECKPOINT, s))
+                actions += (Action(Kind.SKIP, k) for k in range(s + 1, j))
+                to_do += [(s, j - 1, m), (j, t, m - int(self.sizes.a[j]))]
+            else:
+                actions.append(Action(Kind.SAVE, s))
+                to_do.append(Action(Kind.BACKWARD, s))
+                if t > s:
+                    to_do.append((s + 1, t, m - kept))
+        return actions
