@@ -31,7 +31,7 @@ from delta_runtime.config import Config, Launched, check_requested
 from delta_runtime.core.errors import BudgetInfeasible, UsageError
 from delta_runtime.core.events import Place
 from delta_runtime.core.plan import Plan
-from delta_runtime.core.step_graph import StepGraph
+from delta_runtime.core.step_graph import RecordedOn, StepGraph
 from delta_runtime.core.units import BudgetSpec, BytesSpec, format_bytes
 from delta_runtime.device import resolve_budget, resolve_device
 from delta_runtime.extension import _C, shielded
@@ -394,7 +394,7 @@ class Runtime:
         )
 
     def graph(self) -> StepGraph:
-        """Return the record of the step that was logged last.
+        """Return the record of the step that was logged last, with the machine that it ran on.
 
         Raises:
             UsageError: no step has been recorded yet.
@@ -403,7 +403,17 @@ class Runtime:
             raise UsageError(
                 "no step has been recorded yet.", change="Run one forward and backward."
             )
-        return self.steps.graph
+        links = self.steps.pump.links()
+        return replace(
+            self.steps.graph,
+            recorded_on=RecordedOn(
+                device=str(self.device),
+                threads=torch.get_num_threads(),
+                torch=torch.__version__,
+                out_bytes_per_s=links.out_bytes_per_s,
+                in_bytes_per_s=links.in_bytes_per_s,
+            ),
+        )
 
     def plan(self) -> Plan | None:
         """Return the plan for steps like the last one that was logged; None as long as there is none."""

@@ -1,4 +1,4 @@
-"""The command line: ``python -m delta_runtime run ...`` and ``python -m delta_runtime doctor``.
+"""The command line: ``python -m delta_runtime`` and a verb.
 
 Covers which verb is called. What each does, and which options it has, is in the file of its name.
 """
@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from delta_runtime.cli import PROGRAM, doctor, run
+from delta_runtime.cli import PROGRAM, doctor, plan, record, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,16 +24,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # A script's own arguments are cut off before argparse could take them for ours.
     target: list[str] = []
-    if arguments[:1] == ["run"]:
+    if arguments[:1] in (["run"], ["record"]):
         cut = run.find_target(arguments)
         arguments, target = arguments[:cut], arguments[cut:]
     parser = argparse.ArgumentParser(prog=PROGRAM, description="Train inside a memory budget.")
     commands = parser.add_subparsers(dest="command", required=True)
     run.add_parser(commands)
     doctor.add_parser(commands)
+    record.add_parser(commands)
+    plan.add_parser(commands)
     options = parser.parse_args(arguments)
     if options.command == "doctor":
         return doctor.doctor()
-    if problem := run.run(options, target):
+    if options.command == "run":
+        problem = run.run(options, target)
+    elif options.command == "record":
+        problem = record.record(options, target)
+    else:
+        problem = plan.plan(options)
+    if problem:
         parser.exit(2, problem)
     return 0

@@ -10,12 +10,15 @@ import os
 import runpy
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import delta_runtime_autoload
 from delta_runtime.cli import PROGRAM
 from delta_runtime.config import BUDGET_VARIABLE, REPORT_MODES, VARIABLES, VERIFY_MODES, Config
 from delta_runtime.core.errors import DeltaError
+
+if TYPE_CHECKING:
+    from delta_runtime.runtime import Runtime
 
 _USAGE = f"{PROGRAM} run --budget 10GiB [options] (script.py | -m module) [its arguments]"
 _FLAGS = ("strict", "check")
@@ -59,21 +62,33 @@ def run(options: argparse.Namespace, target: list[str]) -> str:
     Returns:
         What is wrong with the call; "" when the target has run.
     """
-    if not target or target == ["-m"]:
-        return f"usage: {_USAGE}\n{PROGRAM} run: name a script, or -m and a module\n"
-    if target[0] != "-m" and not os.path.exists(target[0]):
-        return f"{PROGRAM} run: there is no {target[0]!r}\n"
+    if problem := wrong_target(target, "run", _USAGE):
+        return problem
     try:
-        _start_runtime({name: getattr(options, name) for name in VARIABLES})
+        start_runtime({name: getattr(options, name) for name in VARIABLES})
     except (DeltaError, ImportError) as error:
-        hint = f"\nSee `{PROGRAM} doctor`." if isinstance(error, ImportError) else ""
-        return f"{PROGRAM} run: {error}{hint}\n"
-    _run_target(target)
+        return cannot_start("run", error)
+    run_target(target)
     return ""
 
 
+def wrong_target(target: list[str], verb: str, usage: str) -> str:
+    """Say what is wrong with a script, or ``-m`` and a module, and its arguments; "" if nothing is."""
+    if not target or target == ["-m"]:
+        return f"usage: {usage}\n{PROGRAM} {verb}: name a script, or -m and a module\n"
+    if target[0] != "-m" and not os.path.exists(target[0]):
+        return f"{PROGRAM} {verb}: there is no {target[0]!r}\n"
+    return ""
+
+
+def cannot_start(verb: str, error: Exception) -> str:
+    """Say why the runtime did not start."""
+    hint = f"\nSee `{PROGRAM} doctor`." if isinstance(error, ImportError) else ""
+    return f"{PROGRAM} {verb}: {error}{hint}\n"
+
+
 def find_target(arguments: list[str]) -> int:
-    """Index of the script or of ``-m`` among the arguments of ``run``, or their number."""
+    """Index of the script or of ``-m`` among the arguments of a verb that runs one, or their number."""
     flags = {f"--{name}" for name in _FLAGS}
     index = 1
     while index < len(arguments):
@@ -85,8 +100,11 @@ def find_target(arguments: list[str]) -> int:
     return len(arguments)
 
 
-def _start_runtime(options: Mapping[str, str | None]) -> None:
+def start_runtime(options: Mapping[str, str | None]) -> Runtime | None:
     """Put the options into the environment, where child processes find them too, and start.
+
+    Returns:
+        The entered runtime; None where the budget is off.
 
     Raises:
         DeltaError: an option makes no sense, or the runtime cannot start.
@@ -98,15 +116,15 @@ def _start_runtime(options: Mapping[str, str | None]) -> None:
     if not os.environ.get(BUDGET_VARIABLE, "").strip():
         raise DeltaError("There is no budget.", change="Give --budget 10GiB, 50%, or auto.")
     if Config.from_environment() is None:
-        return  # --budget off: the script as it is
+        return None  # --budget off: the script as it is
     delta_runtime_autoload.tell_of_unknown()
     delta_runtime_autoload.hold()  # errors are told here, not as a warning in the middle of torch
     from delta_runtime.ambient import start_ambient
 
-    start_ambient()
+    return start_ambient()
 
 
-def _run_target(target: list[str]) -> None:
+def run_target(target: list[str]) -> None:
     """Run a script or a module as ``__main__``, with its own arguments and import path."""
     is_module = target[0] == "-m"
     sys.argv = target[1:] if is_module else target

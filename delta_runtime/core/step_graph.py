@@ -9,17 +9,41 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from delta_runtime.core.errors import UsageError
+
+FORMAT = "delta_runtime step graph"
+VERSION = 1
+"""Of the JSON form. Another number: columns were added, taken away, or mean something else."""
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Words = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedOn:
+    """The machine that a step ran on: what the seconds of its record hold for.
+
+    Args:
+        device: that held the values, such as "cpu" or "cuda:0".
+        threads: of PyTorch within an op.
+        torch: its version.
+        out_bytes_per_s, in_bytes_per_s: speed of the lanes from the device and to it; 0 where none was measured.
+    """
+
+    device: str
+    threads: int
+    torch: str
+    out_bytes_per_s: float = 0.0
+    in_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +78,7 @@ class StepGraph:
         ticks: number of ticks of the step.
         persistent_bytes: live bytes at the step's first op.
         cloned_bytes: of copies that were made because a recipe reads what was about to be written.
+        recorded_on: where it ran; None where nobody said.
     """
 
     fingerprint: int
@@ -80,6 +105,7 @@ class StepGraph:
     ticks: int
     persistent_bytes: int
     cloned_bytes: int = 0
+    recorded_on: RecordedOn | None = None
 
     @property
     def n_ops(self) -> int:
@@ -138,24 +164,81 @@ class StepGraph:
 
     def to_json(self) -> str:
         """Return the graph as JSON text; `from_json` reads it back exactly."""
-        plain: dict[str, Any] = {}
+        plain: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         for field in fields(self):
             content = getattr(self, field.name)
             if isinstance(content, np.ndarray):
                 listed = content.tolist()
                 content = [None if x != x else x for x in listed]  # nan is not JSON
-            plain[field.name] = content
+            plain[field.name] = asdict(content) if isinstance(content, RecordedOn) else content
         return json.dumps(plain)
 
     @classmethod
     def from_json(cls, text: str) -> StepGraph:
-        """Read what `to_json` wrote."""
-        plain: Mapping[str, Any] = json.loads(text)
+        """Read what `to_json` wrote.
+
+        Raises:
+            UsageError: the text is no step graph, is of another version, or its columns do not fit each other.
+        """
+        try:
+            plain = json.loads(text)
+        except ValueError as error:
+            raise UsageError("This is no step graph: it is no JSON.", found=str(error)) from error
+        if not isinstance(plain, dict) or plain.pop("format", None) != FORMAT:
+            raise UsageError("This is no step graph.", change="Make one with `record`.")
+        version = plain.pop("version", None)
+        if version != VERSION:
+            raise UsageError(
+                "This step graph has another version.",
+                asked=f"version {VERSION}",
+                found=f"version {version}",
+                change="Record the step again with this version of delta_runtime.",
+            )
         columns: dict[str, Any] = dict(plain)
-        columns["op_name"] = tuple(plain["op_name"])
-        for name, kind in _COLUMN_TYPES.items():
-            columns[name] = np.array(plain[name], dtype=kind)
-        return cls(**columns)
+        try:
+            columns["op_name"] = tuple(plain["op_name"])
+            for name, kind in _COLUMN_TYPES.items():
+                columns[name] = np.array(plain[name], dtype=kind)
+            if plain["recorded_on"] is not None:
+                columns["recorded_on"] = RecordedOn(**plain["recorded_on"])
+            graph = cls(**columns)
+            graph._check()
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+            raise UsageError(
+                "This step graph is damaged.", found=f"{type(error).__name__}: {error}"
+            ) from error
+        return graph
+
+    def _check(self) -> None:
+        """Raise ValueError where columns do not fit each other, or name what is not there."""
+        ops, values, saved = len(self.op_tick), len(self.value_op), len(self.saved)
+        lengths = {
+            **{name: ops for name in _COLUMN_TYPES if name.startswith("op_")},
+            **{name: values for name in _COLUMN_TYPES if name.startswith("value_")},
+            **dict.fromkeys(("saved", "saved_at", "alone_at", "released_at"), saved),
+            **{"op_name": ops, "input_offsets": ops + 1, "use_offsets": saved + 1},
+        }
+        for name, length in lengths.items():
+            if len(getattr(self, name)) != length:
+                raise ValueError(f"{name} has {len(getattr(self, name))} entries, not {length}")
+        for offsets, of in (("input_offsets", self.inputs), ("use_offsets", self.uses)):
+            column = getattr(self, offsets)
+            if column[0] != 0 or column[-1] != len(of) or (np.diff(column) < 0).any():
+                raise ValueError(f"{offsets} does not cut its column into pieces")
+        for name, most in (("inputs", values), ("saved", values), ("value_op", ops)):
+            column = getattr(self, name)
+            if ((column < 0) | (column >= most)).any():
+                raise ValueError(f"{name} names what is not there")
+        if (np.diff(self.op_tick) <= 0).any() or len(set(self.saved.tolist())) != saved:
+            raise ValueError("ops are out of order, or a value is saved twice")
+        if (np.diff(self.value_op) < 0).any():
+            raise ValueError("values are out of order")
+        made_before = np.repeat(np.arange(ops), np.diff(self.input_offsets))
+        if (self.value_op[self.inputs] >= made_before).any():
+            raise ValueError("an op reads what is made later")
+        for name in ("value_bytes", "op_watermark_bytes", "op_ordinary_bytes", "op_seconds"):
+            if not (getattr(self, name) >= 0).all():
+                raise ValueError(f"{name} holds something negative, or no number")
 
 
 _COLUMN_TYPES: Mapping[str, Any] = {

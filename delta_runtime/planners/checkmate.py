@@ -8,8 +8,8 @@ until node t has. Covers nodes with one output each and, beyond the paper, bytes
 not cover copies to other memory, nor another order.
 
 Note: the program
-  R[t, i]: node i runs in stage t. S[t, i]: its output is there when stage t begins. F[t, i, k]: the output of i is freed
-  right after node k, its user or itself, ran in stage t. U[t, k]: what is held just after node k ran in stage t.
+  R[t, i]: node i runs in stage t. S[t, i]: its output is there when stage t begins. F[t, i, k]: the output of i is
+  freed right after node k, its user or itself, ran in stage t. U[t, k]: what is held just after node k ran in stage t.
   1. R[t, t] = 1, and nothing of a later node runs or is there.
   2. What is read is there: R[t, v] <= R[t, u] + S[t, u] for each u that v reads.
   3. What is there is kept for the next stage or freed once:

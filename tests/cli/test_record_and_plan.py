@@ -1,0 +1,154 @@
+"""The verbs `record` and `plan`: a script's step as a file, and what the planners make of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from delta_runtime.cli.main import main
+from delta_runtime.core.step_graph import StepGraph
+from tests.support.recorded_steps import recorded
+from tests.support.step_graphs import TINY
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)])
+for _ in range(int(sys.argv[1])):
+    model(torch.randn(64, 64)).square().mean().backward()
+    model.zero_grad()
+if len(sys.argv) > 2:
+    sys.exit(sys.argv[2])
+"""
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    call = [sys.executable, "-m", "delta_runtime", *arguments]
+    return subprocess.run(call, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.parametrize("steps", ["1", "4"])
+def test_a_step_is_recorded_and_planned_for(script, tmp_path, steps):
+    done = run("record", "--out", "step.json", "--min-bytes", "0", "train.py", steps, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    graph = StepGraph.from_json((tmp_path / "step.json").read_text())
+    assert len(graph.saved) >= 8
+    assert len(graph.uses) >= 8
+    assert graph.recorded_on is not None
+    assert graph.recorded_on.device == "cpu"
+    assert graph.recorded_on.threads >= 1
+    done = run("plan", "step.json", "--budget", "90%", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "recompute" in done.stdout
+    assert "Left out: swap, joint" in done.stdout
+
+
+def test_a_script_that_fails_leaves_its_record_and_its_status(script, tmp_path):
+    done = run("record", "--out", "step.json", "train.py", "3", "no data", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (1, "no data\n")
+    assert StepGraph.from_json((tmp_path / "step.json").read_text()).n_ops > 0
+
+
+def test_a_script_without_a_step_is_told_of(script, tmp_path):
+    done = run("record", "--out", "step.json", "train.py", "0", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "no step was seen" in done.stderr
+    assert not (tmp_path / "step.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["record", "--out", "step.json"], "name a script"),
+        (["record", "--out", "step.json", "nowhere.py"], "there is no 'nowhere.py'"),
+        (["record", "--out", "no/where/step.json", "train.py"], "cannot be written"),
+        (["record", "--out", ".", "train.py"], "cannot be written"),
+        (["record", "--out", "step.json", "--device", "tpu", "train.py"], "tpu"),
+        (["record", "train.py"], "--out"),
+    ],
+)
+def test_a_wrong_call_of_record_changes_nothing(script, tmp_path, arguments, said):
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not (tmp_path / "step.json").exists()
+
+
+# ---------------------------------------------------------------- plan
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> str:
+    path = tmp_path / "chain.json"
+    path.write_text(TINY["chain"].to_json())
+    return str(path)
+
+
+def rows_of(table: str) -> dict[str, list[str]]:
+    lines = [line.strip("│ ").split("│") for line in table.splitlines() if line.startswith("│")]
+    return {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}
+
+
+def test_the_table_shows_what_each_planner_comes_to(chain, capsys):
+    assert main(["plan", chain, "--budget", "40MiB", "--link-bytes-per-s", "100GB"]) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert list(rows) == ["keep", "recompute", "swap", "joint"]
+    assert [row[1] for row in rows.values()] == ["no", "yes", "yes", "yes"]
+    assert rows["keep"][0] == "64.00 MiB"
+    assert rows["swap"][2] == "0 s"
+    assert rows["recompute"][2] != "0 s"
+    assert rows["recompute"][3] == "0 s"
+
+
+def test_planners_are_chosen_and_a_recorded_lane_is_used(tmp_path, capsys):
+    path = tmp_path / "gpt.json"
+    plain = json.loads(recorded("gpt").to_json())
+    on = {"device": "cpu", "threads": 2, "torch": "2.13.0"}
+    plain["recorded_on"] = {**on, "out_bytes_per_s": 4e9, "in_bytes_per_s": 4e9}
+    path.write_text(json.dumps(plain))
+    assert main(["plan", str(path), "--budget", "80%", "--planners", "swap, keep"]) == 0
+    shown = capsys.readouterr().out
+    assert list(rows_of(shown)) == ["swap", "keep"]
+    assert "Left out" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--budget", "1 parsec"], "parsec"),
+        (["--budget", "auto"], "auto"),
+        (["--budget", "900GiB"], "more than"),
+        (["--budget", "50%", "--planners", "keep,magic"], "magic"),
+        (["--budget", "50%", "--link-bytes-per-s", "fast"], "link-bytes-per-s"),
+    ],
+)
+def test_a_wrong_call_of_plan_is_refused(chain, capsys, arguments, said):
+    with pytest.raises(SystemExit) as leaving:
+        main(["plan", chain, *arguments])
+    assert leaving.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "\x00"])
+def test_what_is_no_step_graph_is_refused(tmp_path, capsys, text):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        main(["plan", str(path), "--budget", "50%"])
+    assert "no step graph" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", str(tmp_path / "nowhere.json"), "--budget", "50%"])
+    assert "cannot be read" in capsys.readouterr().err
