@@ -183,6 +183,25 @@ def _print(
         )
     console.print(
         f"No plan of any kind holds less than {format_bytes(bounds.lower_bytes)}, which {bounds.lower_op} needs. "
-        f"Recomputing alone is expected to hold {format_bytes(bounds.least_bytes)}.",
+        f"Recomputing alone is expected to hold {format_bytes(bounds.least_bytes)}. "
+        + _bounds_on_seconds(graph, budget_bytes, links),
         highlight=False,
     )
+
+
+def _bounds_on_seconds(graph: StepGraph, budget_bytes: int, links: Links | None) -> str:
+    """Say how few seconds any plan can take; see `least_seconds`."""
+    from delta_runtime.planners.least_seconds import least_seconds
+
+    told = []
+    try:
+        for ways, lanes in (("drops", None), ("drops and copies", links)):
+            if ways == "drops" or lanes is not None:
+                least_s = least_seconds(graph, budget_bytes, links=lanes)
+                least = (
+                    "fits" if least_s is None else f"takes less than {format_seconds(least_s)} more"
+                )
+                told.append(f"No plan that {ways} {least}.")
+    except ImportError:
+        return "Install scipy for bounds on seconds."
+    return " ".join(told)

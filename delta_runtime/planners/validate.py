@@ -86,6 +86,7 @@ def _intervals_of(plan: Plan, graph: StepGraph, *, copies: bool) -> dict[int, li
 def _check(value: int, intervals: list[Interval], graph: StepGraph, *, copies: bool) -> None:
     ticks = {*graph.op_tick.tolist(), graph.ticks}
     made_at = int(graph.op_tick[graph.value_op[value]])
+    held_until = _held_until(value, graph)
 
     def refuse(why: str) -> None:
         raise InvalidPlan(f"value {value}: {why}")
@@ -100,6 +101,8 @@ def _check(value: int, intervals: list[Interval], graph: StepGraph, *, copies: b
             refuse(f"[{begin}, {end}) is out of order, or no op has these ticks")
         if exit_ not in set(Exit) or (exit_ == Exit.STAYS and not (is_last and end == graph.ticks)):
             refuse(f"the gap from {end} has no way back")
+        if exit_ != Exit.STAYS and end < held_until and not (by_copy and back_at == end):
+            refuse(f"it leaves at {end}, but forward holds or reads it until {held_until}")
         if exit_ == Exit.DROP and not graph.value_repeats[value]:
             refuse("it is dropped, but its op does not make it again bit for bit")
         if exit_ == Exit.SWAP and not copies:
@@ -110,6 +113,16 @@ def _check(value: int, intervals: list[Interval], graph: StepGraph, *, copies: b
             refuse(f"a copy back starts at {back_at}, but none went out")
 
 
+def _held_until(value: int, graph: StepGraph) -> int:
+    """Return the tick before which letting go of a value frees nothing: forward saves it, reads it, or holds it."""
+    row = graph.saved.tolist().index(value)
+    until = max(int(graph.saved_at[row]) + 1, int(graph.alone_at[row]))
+    for op in range(graph.n_ops):
+        if not graph.op_backward[op] and value in graph.inputs_of(op).tolist():
+            until = max(until, int(graph.op_tick[op]) + 1)
+    return until
+
+
 class _Walk:
     """A step that goes on under a plan: what is there, both lanes, and the clock."""
 
@@ -118,6 +131,7 @@ class _Walk:
     ) -> None:
         self.graph, self.intervals, self.links = graph, intervals, links
         self.there: set[int] = set()
+        self.idle_from: dict[tuple[int, int], int] = {}  # of the intervals that end with a copy
         self.copied_s: dict[int, float] = {}  # when the copy out of a value is done
         self.arrives_s: dict[int, float] = {}  # when its copy back is
         self.out_free_s = self.in_free_s = 0.0
@@ -165,7 +179,9 @@ class _Walk:
                 self.there.add(value)
             for begin, end, exit_, copy_back_at in self.intervals[value]:
                 if exit_ == Exit.SWAP and value not in self.copied_s:
-                    if op >= self._idle_from(row, value, begin, end):
+                    if (value, begin) not in self.idle_from:
+                        self.idle_from[value, begin] = self._idle_from(row, value, begin, end)
+                    if op >= self.idle_from[value, begin]:
                         self.out_free_s = self._copy(value, self.out_free_s, out=True)
                         self.copied_s[value] = self.out_free_s
                 if end == tick:

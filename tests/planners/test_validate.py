@@ -179,6 +179,12 @@ CORRUPT = {
     "a value that is missing": {1: []},
     "a value that never comes back": {1: [Interval(1, 3, Exit.DROP)]},
     "a value that comes back too late": {1: [Interval(1, 3, Exit.DROP), Interval(14, TICKS)]},
+    "a value that leaves while forward reads it": {
+        1: [Interval(1, 2, Exit.DROP), Interval(13, TICKS)]
+    },
+    "a copy that leaves while forward reads it": {
+        1: [Interval(1, 2, Exit.SWAP, 9), Interval(13, TICKS)]
+    },
     "a gap without a way back": {1: [Interval(1, 3, Exit.STAYS), Interval(13, TICKS)]},
     "a last interval that ends for no reason": {1: [Interval(1, 3)]},
     "an exit that does not exist": {1: [Interval(1, 3, 7), Interval(13, TICKS)]},
