@@ -1,4 +1,5 @@
-// What an op draws from random generators, so that it can draw the same numbers again.
+// What an op draws from random generators, so that it can draw the same numbers again. How it does
+// is in rebuild/random_state.h.
 //
 // Note: random numbers
 //  1. The generator is copied before the op draws. When the op runs again it is given a copy of
@@ -13,7 +14,6 @@
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/ivalue.h>
-#include <ATen/core/stack.h>
 
 #include <atomic>
 #include <cstdint>
@@ -44,10 +44,6 @@ std::vector<RecordedDraw> copy_generators(const OpInfo& info,
 
 // After the op. Forgets the copies where nothing was drawn.
 void note_drawn(const OpInfo& info, std::vector<RecordedDraw>& draws);
-
-// Runs the op on the arguments on the stack with the numbers that it drew before.
-void run_with_draws(const OpInfo& info, const std::vector<RecordedDraw>& draws,
-                    torch::jit::Stack& stack);
 
 // Draws of threads that the recorder does not follow.
 class StrangerDraws {

@@ -7,7 +7,7 @@
 //  2. Each op of the rerun runs once. What it makes and what has tickets is installed in its page,
 //     the rest goes after its last use in the rerun.
 //  3. Ops run below autograd and without autocast, with the random numbers, flags, thread count,
-//     default dtype and grad mode that they were recorded with (random_draws.h, numeric_context.h);
+//     default dtype and grad mode that they were recorded with (random_state.h, numeric_context.h);
 //     all of that is put back afterwards, also when an op throws.
 //  4. In-place ops run on copies, unless the rerun itself made the buffer and nothing else needs
 //     it.

@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "rebuild/quiet.h"
+#include "rebuild/random_state.h"
 #include "rebuild/replay_thread.h"
 #include "rebuild/shortcuts.h"
 #include "util/bytes_of.h"

@@ -26,8 +26,8 @@ from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.step_graph import Mask, StepGraph
 from delta_runtime.core.transfer import Links
 from delta_runtime.planners.evaluate import WORK_PER_SECOND, Evaluator
+from delta_runtime.planners.evictions_as_plan import plan_of
 from delta_runtime.planners.greedy_drops import GreedyCover, choose
-from delta_runtime.planners.plan_of_choice import plan_of
 from delta_runtime.planners.repair import Evictions, repair
 from delta_runtime.planners.swap_search import only_swaps, swap_instead, swap_more
 from delta_runtime.planners.transfer_schedule import LaneTimes

@@ -14,9 +14,9 @@ from delta_runtime.core.transfer import Links
 from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.bounds import bounds_of
 from delta_runtime.planners.evaluate import Evaluator
+from delta_runtime.planners.evictions_as_plan import plan_of
 from delta_runtime.planners.greedy_drops import GreedyCover
 from delta_runtime.planners.least_seconds import least_seconds
-from delta_runtime.planners.plan_of_choice import plan_of
 from delta_runtime.planners.repair import Evictions
 from delta_runtime.planners.transfer_schedule import LaneTimes
 from delta_runtime.planners.validate import validate

@@ -15,8 +15,8 @@ from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
 from delta_runtime.planners.evaluate import Evaluator
+from delta_runtime.planners.evictions_as_plan import plan_of
 from delta_runtime.planners.greedy_drops import GreedyCover
-from delta_runtime.planners.plan_of_choice import plan_of
 from delta_runtime.planners.repair import Evictions
 from delta_runtime.planners.transfer_schedule import LaneTimes
 from delta_runtime.planners.validate import InvalidPlan, Verdict, validate
