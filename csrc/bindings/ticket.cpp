@@ -20,7 +20,8 @@ struct PyTicket {
   Ticket ticket;
 };
 
-void ticket_dealloc(PyObject* self) {
+// An exception must not go through CPython's frames: it ends the process here.
+void ticket_dealloc(PyObject* self) noexcept {
   auto* object = reinterpret_cast<PyTicket*>(self);
   if (object->session->saved.release(object->ticket)) {
     end_watch(*object->session);

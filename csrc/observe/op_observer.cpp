@@ -461,9 +461,9 @@ void OpObserver::take_returned(OpenOp& open, bool unknown, int position, int ind
     return;
   }
   auto* storage = storage_of(t);
-  auto [found, fresh] = pages_.find_or_add(t.storage());
-  Page& page = *found;
-  if (!fresh) {  // an alias of an argument, or a second output over the same fresh storage
+  const AddedPage added = pages_.find_or_add(t.storage());
+  Page& page = *added;
+  if (!added.is_new()) {  // an alias of an argument, or a second output over the same fresh storage
     if (version_of(t) >= 0 && open.reads(page)) {  // without annotation it counts its own writes
       page.take_version(t.unsafeGetTensorImpl()->version_counter());
     }
@@ -542,7 +542,8 @@ Page* OpObserver::take_saved_clone(OpenOp& open, const at::Tensor& saved) {
   value->output = 0;
   clone->outputs.push_back({value.get(), bytes, 0, -1, false});
   log_.note_clone(open, *clone, *value);
-  Page& page = *pages_.find_or_add(storage).first;
+  const AddedPage added = pages_.find_or_add(storage);
+  Page& page = *added;
   page.note_stream(options_.device);
   pages_.look(page, *storage.unsafeGetStorageImpl());
   page.set_current(std::move(value));

@@ -33,7 +33,8 @@ Page* TensorPages::page_of(const at::Tensor& t) {
 
 // The page of a storage that is seen for the first time.
 Page& TensorPages::new_source(const c10::Storage& storage) {
-  Page& page = *pages_.find_or_add(storage).first;
+  const AddedPage added = pages_.find_or_add(storage);
+  Page& page = *added;
   page.many_streams = !options_.device.is_cpu();  // whose memory it is was not seen
   pages_.look(page, *storage.unsafeGetStorageImpl());
   page.set_current(make_source(page.bytes));

@@ -184,14 +184,14 @@ void DeviceEvidence::hash_returned() {
   put_by(hashed);
 }
 
-std::vector<Comparison> DeviceEvidence::compare() {
+std::vector<Comparison> DeviceEvidence::compare(std::optional<Guard>& guard) {
   std::vector<Comparison> pending;
   if (!table_) {
     return pending;
   }
   hash_returned();
   {
-    Guard guard(lock_);
+    Guard taking(lock_);
     pending.swap(table_->pending);
   }
   if (pending.empty()) {
@@ -201,11 +201,11 @@ std::vector<Comparison> DeviceEvidence::compare() {
   try {
     hashes = table_->hashes.read();
   } catch (...) {  // what went wrong on the device comes up here first
-    Guard guard(lock_);
+    Guard back(lock_);
     std::move(pending.begin(), pending.end(), std::back_inserter(table_->pending));
     throw;
   }
-  Guard guard(lock_);
+  guard.emplace(lock_);
   for (auto& each : pending) {
     ++counters_.comparisons;
     each.same = hashes[static_cast<size_t>(each.went)] == hashes[static_cast<size_t>(each.came)];

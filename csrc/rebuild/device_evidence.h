@@ -16,6 +16,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "rebuild/device_hash.h"
@@ -70,8 +71,9 @@ class DeviceEvidence : public Part {
   void compare_later(Page& page, const c10::Storage& storage, uint64_t key, bool copied,
                      std::shared_ptr<const Suspects> suspects, std::vector<uint64_t> proved);
   void hash_returned();  // before anybody gets it; without the lock
-  std::vector<Comparison>
-  compare();  // waits for the device, if there is anything; without the lock
+  // What came back since the last call, compared. Waits for the device, if there is anything,
+  // without the lock; takes it then, and leaves it to the caller. Empty: the lock was left alone.
+  std::vector<Comparison> compare(std::optional<Guard>& guard);
 
  private:
   struct Table {

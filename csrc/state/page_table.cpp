@@ -11,12 +11,28 @@ Page* PageTable::find(const c10::StorageImpl* storage) const {
   return it == pages_.end() ? nullptr : it->second.get();
 }
 
-std::pair<Page*, bool> PageTable::find_or_add(const c10::Storage& storage) {
+AddedPage PageTable::find_or_add(const c10::Storage& storage) {
   auto [entry, is_new] = pages_.emplace(storage.unsafeGetStorageImpl(), nullptr);
   if (is_new) {
-    entry->second = c10::make_intrusive<Page>(storage.getWeakStorageImpl());
+    try {
+      entry->second = c10::make_intrusive<Page>(storage.getWeakStorageImpl());
+    } catch (...) {
+      pages_.erase(entry);
+      throw;
+    }
   }
-  return {entry->second.get(), is_new};
+  return {*this, *entry->second, is_new};
+}
+
+AddedPage::~AddedPage() {
+  if (is_new_ && page_.current == nullptr) {
+    table_.forget(page_);
+  }
+}
+
+void PageTable::forget(const Page& page) {
+  index_.clear();
+  pages_.erase(page.weak._unsafe_get_target());
 }
 
 void PageTable::erase(const Page& page) {

@@ -17,6 +17,27 @@
 
 namespace delta {
 
+class PageTable;
+
+// The page of a storage. One that is new, and that nobody gave a content, goes out of the table
+// again: whoever was to do so threw.
+class AddedPage {
+ public:
+  AddedPage(PageTable& table, Page& page, bool is_new)
+      : table_(table), page_(page), is_new_(is_new) {}
+  ~AddedPage();
+  AddedPage(const AddedPage&) = delete;
+  AddedPage& operator=(const AddedPage&) = delete;
+
+  Page& operator*() const { return page_; }
+  bool is_new() const { return is_new_; }
+
+ private:
+  PageTable& table_;
+  Page& page_;
+  bool is_new_;
+};
+
 // All of it under the session's lock, but for forget_past.
 class PageTable {
  public:
@@ -25,8 +46,9 @@ class PageTable {
 
   size_t size() const { return pages_.size(); }
   Page* find(const c10::StorageImpl* storage) const;
-  std::pair<Page*, bool> find_or_add(const c10::Storage& storage);  // true: it is new, and empty
-  void erase(const Page& page);                                     // that holds no bytes
+  AddedPage find_or_add(const c10::Storage& storage);
+  void erase(const Page& page);                          // that holds no bytes
+  void forget(const Page& page);                         // that was just added
   void rehome(Page& page, const c10::Storage& storage);  // the page lives there from here on
 
   // Looks how many bytes the page has now, and where.
