@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 import delta_runtime as delta
 from delta_runtime import _C, cpu_pool, entered
 from delta_runtime.core.errors import RecomputeMismatch
+from delta_runtime.core.step_graph import StepGraph
 from tests.support.bitwise import (
     Snapshot,
     assert_same_bits,
@@ -597,6 +599,18 @@ def test_the_graph_counts_what_an_ordinary_run_needs(ordinary):
     graph = runtime.graph()
     assert graph.peak_bytes - base_bytes == pytest.approx(peak_bytes, rel=0.05)
     assert graph.n_ops > 0 and len(graph.saved) > 0
+
+
+@pytest.mark.parametrize("layers", [[nn.SiLU(inplace=True)], [nn.Hardswish(inplace=True)]])
+def test_the_graph_of_a_clone_that_autograd_saved_is_read_back(layers):
+    """The clone, made within an op that writes in place, is an op of the same tick."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), *layers, nn.Linear(32, 32))
+    runtime = delta.Runtime("100%", policy="off", min_bytes=0)
+    with runtime.step():
+        model(torch.randn(16, 32)).square().mean().backward()
+    graph = runtime.graph()
+    assert 0 in np.diff(graph.op_tick)
+    assert StepGraph.from_json(graph.to_json()).to_json() == graph.to_json()
 
 
 def test_a_report_says_why_nothing_could_be_evicted():

@@ -229,7 +229,8 @@ class StepGraph:
             column = getattr(self, name)
             if ((column < 0) | (column >= most)).any():
                 raise ValueError(f"{name} names what is not there")
-        if (np.diff(self.op_tick) <= 0).any() or len(set(self.saved.tolist())) != saved:
+        # Of equal ticks: a clone that autograd saved of what an op writes is an op within that op.
+        if (np.diff(self.op_tick) < 0).any() or len(set(self.saved.tolist())) != saved:
             raise ValueError("ops are out of order, or a value is saved twice")
         if (np.diff(self.value_op) < 0).any():
             raise ValueError("values are out of order")

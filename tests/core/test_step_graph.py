@@ -40,6 +40,13 @@ def _as_dict(on: RecordedOn) -> dict[str, Any]:
     return {name: getattr(on, name) for name in names}
 
 
+def test_an_op_within_another_has_its_tick():
+    """Autograd clones what an op in place is about to write, and saves the clone; see tests/test_runtime.py."""
+    ticks = _plain()["op_tick"]
+    text = json.dumps({**_plain(), "op_tick": [*ticks[:4], *ticks[3:-1]]})
+    assert StepGraph.from_json(text).op_tick.tolist() == [0, 1, 2, 3, 3, 4, 5, 6, 7, 8]
+
+
 def test_another_version_is_refused_by_name():
     with pytest.raises(UsageError, match="version 2"):
         StepGraph.from_json(json.dumps({**_plain(), "version": 2}))
@@ -58,7 +65,7 @@ def test_another_version_is_refused_by_name():
         {"value_op": [4, 3, 2, 1, 0]},
         {"value_bytes": ["many"] * 5},
         {"use_offsets": []},
-        {"op_tick": [0] * 10},
+        {"op_tick": [9, *range(9)]},
         {"more": 1},
         {"recorded_on": {"device": "cpu"}},
         {"ticks": None, "op_name": None},
