@@ -486,9 +486,9 @@ class PlanCache:
 
     def record_again(self) -> None:
         """Have the next step of the latest graph logged, and its plan made anew; without effect where none is known."""
-        for known in reversed(self._known.values()):
-            known.record_again()
-            return
+        latest = next(reversed(self._known.values()), None)
+        if latest is not None:
+            latest.record_again()
 
     def _try(self, known: _Known, links: Links | None) -> Plan:
         known.links = links

@@ -75,19 +75,34 @@ def within_segments(y: Floats, g: Floats) -> SegmentPeaks:
     before = np.cumsum(y)
     rebuilt = before + g
     backward = np.append(-np.inf, before[1:] + g[1:] + g[:-1])
-    # All segments from one i are asked for in order of their ends, so a running maximum goes on from call to call.
-    running = {"i": -1, "end": -1, "most": -np.inf}
+    most = _most_within(backward)
 
     def peaks(i: int, begin: int, end: int) -> Floats:
-        most = running["most"]
-        if running["i"] != i or running["end"] != begin:
-            most = backward[i + 1 : begin].max(initial=-np.inf)
-        step = np.maximum(np.maximum.accumulate(backward[begin:end]), most)
-        running.update(i=i, end=end, most=float(step[-1]))
+        step = np.maximum.accumulate(backward[begin:end])
+        if begin > i + 1:
+            step = np.maximum(step, most(i + 1, begin))
         held: Floats = np.maximum(rebuilt[begin:end], step) - before[i]
         return held
 
     return peaks
+
+
+def _most_within(row: Floats) -> Callable[[int, int], float]:
+    """Return a function that tells the most of a part of the row, from `begin` to before `end`, without a look at all.
+
+    Level h holds the most of each part of 2^h entries; two of them cover any part.
+    """
+    levels = [row]
+    while len(levels[-1]) > 1 << (len(levels) - 1):
+        half, last = 1 << (len(levels) - 1), levels[-1]
+        levels.append(np.maximum(last[:-half], last[half:]))
+
+    def most(begin: int, end: int) -> float:
+        height = (end - begin).bit_length() - 1
+        level = levels[height]
+        return max(float(level[begin]), float(level[end - (1 << height)]))
+
+    return most
 
 
 def peak_a(y: Sequence[float] | Floats, kept: Sequence[int]) -> float:

@@ -220,11 +220,10 @@ def _in_units(chain: Chain, memory: float, slots: int) -> tuple[_Sizes, int]:
     """Sizes in whole units, rounded up, and how many units there is room for."""
     columns = (chain.a, chain.abar, chain.f_tmp, chain.b_tmp)
     whole = all(float(each).is_integer() for column in columns for each in column)
-    unit = 1.0 if whole and memory <= slots else memory / slots
-    if whole and memory > slots:
-        unit = float(memory // slots)
-    if unit <= 0:
-        return _Sizes(*(np.asarray(column, np.int64) for column in columns)), -1
+    if whole:
+        unit = max(memory // slots, 1)
+    else:
+        unit = memory / slots if memory > 0 else 1.0
     rounded = (
         np.ceil(np.asarray(column, np.float64) / unit).astype(np.int64) for column in columns
     )

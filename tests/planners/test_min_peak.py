@@ -75,8 +75,22 @@ def test_a_segment_that_holds_something_else():
     assert found.objective == best > min_peak.solve(y).objective
 
 
-def test_ten_thousand_layers_take_two_seconds():
+def test_segments_may_be_asked_for_in_any_order():
+    rng = np.random.default_rng(1)
+    y, g = rng.integers(0, 50, (2, 40)).astype(np.float64)
+    within = min_peak.within_segments(y, g)
+    cuts = [(i, begin) for i in range(39) for begin in range(i + 1, 40)]
+    rng.shuffle(cuts)
+    for i, begin in cuts:
+        whole = min_peak.within_segments(y, g)(i, i + 1, 40)
+        assert within(i, begin, 40).tolist() == whole[begin - i - 1 :].tolist()
+
+
+@pytest.mark.parametrize("falling", [False, True])
+def test_ten_thousand_layers_take_two_seconds(falling):
     y = np.random.default_rng(5).random(10_001)
+    # Where the first outputs are the largest, longer segments are looked at.
+    y = np.sort(y)[::-1] if falling else y
     begin = time.process_time()
     min_peak.solve(y, objective="B")
     assert time.process_time() - begin < 2

@@ -89,6 +89,14 @@ def _all(chain: Chain) -> tuple:
     return chain.f, chain.b, chain.a, chain.abar, chain.f_tmp, chain.b_tmp
 
 
+@pytest.mark.parametrize("memory", [0, -1])
+def test_no_room_holds_what_takes_none(memory):
+    nothing, half = [0.0, 0.0], [0.5, 0.5]
+    fits = rotor.solve([1], [2, 2], nothing, nothing, [0], nothing, memory)
+    assert (fits is None) == (memory < 0)
+    assert rotor.solve([1], [2, 2], nothing, half, [0], nothing, memory) is None
+
+
 def test_unit_chain():
     columns = [1] * 4, [2] * 4 + [0], [1] * 5, [3] * 5, [0] * 4, [0] * 5
     found = {m: rotor.solve(*columns, memory=m) for m in (6, 7, 8, 9, 15)}
