@@ -45,7 +45,7 @@ def record(options: argparse.Namespace, target: list[str]) -> str:
     out = Path(options.out)
     if out.is_dir() or not out.parent.is_dir():
         return f"{PROGRAM} record: {str(out)!r} cannot be written: it is a directory, or has none\n"
-    asked = {"budget": "100%", "policy": "recompute", "report": "off"}
+    asked = {"budget": "100%", "policy": "off", "report": "off"}
     asked |= {"device": options.device, "min_bytes": options.min_bytes}
     try:
         runtime = start_runtime({name: asked.get(name) for name in VARIABLES})
