@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.transfer import Links
 from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.bounds import bounds_of
-from delta_runtime.planners.evaluate import Evaluator
-from delta_runtime.planners.evictions_as_plan import plan_of
-from delta_runtime.planners.greedy_drops import GreedyCover
 from delta_runtime.planners.least_seconds import least_seconds
-from delta_runtime.planners.repair import Evictions
-from delta_runtime.planners.transfer_schedule import LaneTimes
 from delta_runtime.planners.validate import validate
-from tests.planners.test_validate import chosen, graphs, masks
+from tests.planners.random_plans import dropping, dropping_and_copying, graphs, masks, speeds
 from tests.support.recorded_steps import WORKLOADS, recorded
 from tests.support.step_graphs import MIB, TINY, chain
 
@@ -30,27 +22,17 @@ pytest.importorskip("scipy")
 @settings(max_examples=200, deadline=None)
 @given(graphs(), masks, masks)
 def test_no_plan_that_drops_is_below_it(graph, dropped, dropped_twice):
-    if not len(graph.saved):
-        return
-    verdict = validate(chosen(graph, dropped, dropped_twice)[1], graph)
+    verdict = validate(dropping(graph, dropped, dropped_twice).plan, graph)
     bound = least_seconds(graph, verdict.peak_bytes)
     assert bound is not None
     assert bound <= verdict.rebuild_s + 1e-6
 
 
 @settings(max_examples=150, deadline=None)
-@given(graphs(), masks, masks, st.sampled_from([1e2, 1e3, 1e5]))
+@given(graphs(), masks, masks, speeds)
 def test_no_plan_that_copies_is_below_it(graph, dropped, swapped, speed):
-    if not len(graph.saved):
-        return
-    cover, links = GreedyCover(graph, 0, recipes_of(graph)), Links(speed, speed)
-    evaluator = Evaluator(cover, LaneTimes(cover, links))
-    n = len(graph.saved)
-    drops = np.array(dropped[:n]) & cover.droppable
-    swaps = np.array(swapped[:n]) & ~drops & (cover.own_need > cover.begin)
-    none = np.zeros(n, bool)
-    choice = Evictions(drops, none, swaps, evaluator.evaluate(drops, none, swaps))
-    verdict = validate(plan_of(cover, evaluator, choice), graph, links)
+    links = Links(speed, speed)
+    verdict = validate(dropping_and_copying(graph, dropped, swapped, links).plan, graph, links)
     bound = least_seconds(graph, verdict.peak_bytes, links=links)
     assert bound is not None
     assert bound <= verdict.rebuild_s + verdict.stall_s + 1e-6
@@ -64,7 +46,7 @@ def test_it_is_at_most_the_best_of_all_choices(graph, share):
     n = len(graph.saved)
     seconds = []
     for dropped in itertools.product([False, True], repeat=n):
-        verdict = validate(chosen(graph, list(dropped), [False] * n)[1], graph)
+        verdict = validate(dropping(graph, list(dropped), [False] * n).plan, graph)
         if verdict.peak_bytes <= budget:
             seconds.append(verdict.rebuild_s)
     bound = least_seconds(graph, budget)

@@ -7,95 +7,38 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from delta_runtime.core.events import Exit
 from delta_runtime.core.plan import NEVER, Interval, Plan
-from delta_runtime.core.recipes import recipes_of
-from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
-from delta_runtime.planners.evaluate import Evaluator
-from delta_runtime.planners.evictions_as_plan import plan_of
-from delta_runtime.planners.greedy_drops import GreedyCover
-from delta_runtime.planners.repair import Evictions
-from delta_runtime.planners.transfer_schedule import LaneTimes
 from delta_runtime.planners.validate import InvalidPlan, Verdict, validate
+from tests.planners.random_plans import dropping, dropping_and_copying, graphs, masks, speeds
 from tests.support.recorded_steps import WORKLOADS, recorded
-from tests.support.step_graphs import MIB, TINY, Op, step_graph
+from tests.support.step_graphs import MIB, TINY
 
 LANE = Links(1e9, 1e9)
-
-
-@st.composite
-def graphs(draw: st.DrawFn) -> StepGraph:
-    ops: list[Op] = []
-    values = 0
-    for _ in range(draw(st.integers(3, 10))):
-        known = st.integers(0, values - 1) if values else st.nothing()
-        reads = tuple(draw(st.lists(known, max_size=3 if values else 0, unique=True)))
-        makes = tuple(draw(st.lists(st.integers(1, 40), min_size=1, max_size=3)))
-        around = [*reads, *range(values, values + len(makes))]
-        ops.append(
-            Op(
-                reads,
-                makes,
-                tuple(draw(st.lists(st.sampled_from(around), max_size=3, unique=True))),
-                seconds=draw(st.integers(1, 9)) / 100,
-                workspace_bytes=draw(st.integers(0, 40)),
-                repeats=draw(st.integers(0, 9)) > 0,
-                asked=draw(st.integers(0, 4)) > 0,
-            )
-        )
-        values += len(makes)
-    return step_graph(ops, persistent_bytes=draw(st.integers(0, 100)))
-
-
-def chosen(
-    graph: StepGraph, dropped: list[bool], dropped_twice: list[bool]
-) -> tuple[Evictions, Plan]:
-    """A choice of what is dropped, played; and the plan that tells it."""
-    cover = GreedyCover(graph, 0, recipes_of(graph))
-    evaluator = Evaluator(cover)
-    n = len(graph.saved)
-    drops = np.array(dropped[:n]) & cover.droppable
-    twice = np.array(dropped_twice[:n]) & drops
-    none = np.zeros(n, bool)
-    choice = Evictions(drops, twice, none, evaluator.evaluate(drops, twice))
-    return choice, plan_of(cover, evaluator, choice)
-
-
-masks = st.lists(st.booleans(), min_size=30, max_size=30)
 
 
 @settings(max_examples=300, deadline=None)
 @given(graphs(), masks, masks)
 def test_evaluation_and_judge_agree_at_each_op(graph, dropped, dropped_twice):
-    if not len(graph.saved):
-        return
-    choice, plan = chosen(graph, dropped, dropped_twice)
-    verdict = validate(plan, graph)
-    np.testing.assert_allclose(verdict.live_bytes, choice.evaluation.excess, atol=1e-6)
-    assert verdict.rebuild_s == pytest.approx(choice.evaluation.seconds)
+    choice = dropping(graph, dropped, dropped_twice)
+    verdict = validate(choice.plan, graph)
+    evaluation = choice.evictions.evaluation
+    np.testing.assert_allclose(verdict.live_bytes, evaluation.excess, atol=1e-6)
+    assert verdict.rebuild_s == pytest.approx(evaluation.seconds)
     assert verdict.stall_s == 0
 
 
 @settings(max_examples=100, deadline=None)
-@given(graphs(), masks, masks, st.sampled_from([1e2, 1e3, 1e5]))
+@given(graphs(), masks, masks, speeds)
 def test_with_lanes_the_judge_is_never_above_the_evaluation(graph, dropped, swapped, speed):
     """A copy back that waits for room is away for longer than the evaluation counts on."""
-    if not len(graph.saved):
-        return
-    cover = GreedyCover(graph, 0, recipes_of(graph))
     links = Links(speed, speed)
-    evaluator = Evaluator(cover, LaneTimes(cover, links))
-    n = len(graph.saved)
-    drops = np.array(dropped[:n]) & cover.droppable
-    swaps = np.array(swapped[:n]) & ~drops & (cover.own_need > cover.begin)
-    none = np.zeros(n, bool)
-    choice = Evictions(drops, none, swaps, evaluator.evaluate(drops, none, swaps))
-    verdict = validate(plan_of(cover, evaluator, choice), graph, links)
-    assert (verdict.live_bytes <= choice.evaluation.excess + 1e-6).all()
-    assert verdict.rebuild_s <= choice.evaluation.seconds + 1e-9
+    choice = dropping_and_copying(graph, dropped, swapped, links)
+    verdict = validate(choice.plan, graph, links)
+    assert (verdict.live_bytes <= choice.evictions.evaluation.excess + 1e-6).all()
+    assert verdict.rebuild_s <= choice.evictions.evaluation.seconds + 1e-9
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -103,10 +46,11 @@ def test_they_agree_on_recorded_steps(name):
     graph = recorded(name)
     rng = np.random.default_rng(0)
     dropped, dropped_twice = rng.random((2, len(graph.saved))) < 0.4
-    choice, plan = chosen(graph, dropped.tolist(), dropped_twice.tolist())
-    verdict = validate(plan, graph)
-    np.testing.assert_allclose(verdict.live_bytes, choice.evaluation.excess, atol=1e-3)
-    assert verdict.rebuild_s == pytest.approx(choice.evaluation.seconds)
+    choice = dropping(graph, dropped.tolist(), dropped_twice.tolist())
+    verdict = validate(choice.plan, graph)
+    evaluation = choice.evictions.evaluation
+    np.testing.assert_allclose(verdict.live_bytes, evaluation.excess, atol=1e-3)
+    assert verdict.rebuild_s == pytest.approx(evaluation.seconds)
 
 
 # ---------------------------------------------------------------- what a chain comes to, by hand
