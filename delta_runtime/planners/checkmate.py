@@ -1,7 +1,8 @@
 """Checkmate: which ops of any graph to run again, and when, so that least is run again within a budget.
 
 From Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization" (MLSys 2020, arXiv
-1910.02653): a mixed-integer program, and the rounding of its linear relaxation. HiGHS solves both, through scipy.
+1910.02653): a mixed-integer program, and the rounding of its linear relaxation. HiGHS solves both; see
+`linear_program`.
 
 Nodes are forward ops, the loss and backward ops, in the order in which they run for the first time; stage t is the time
 until node t has. Covers nodes with one output each and, beyond the paper, bytes that an op needs while it runs. Does
@@ -20,19 +21,23 @@ Note: the program
   6. U[t, k] + w_k R[t, k] <= budget.
   Rules 3 and 4 add up rows of the paper's, which makes the relaxation tighter and the integer solutions no fewer: that
   a value that may go does go is left to rule 6.
+  Sizes are in units of the budget. The solver may pass it by its tolerance: whether a schedule fits is what its replay
+  says, and where it does not the program is solved once more with as much less.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from delta_runtime.core.errors import DeltaError
 from delta_runtime.core.step_graph import Floats, Mask
+from delta_runtime.planners.linear_program import TOLERANCE, LinearProgram, SolverFailed
 from delta_runtime.planners.solution import Solution
 
 THRESHOLDS = tuple(round(0.1 * each, 1) for each in range(1, 10))
@@ -128,6 +133,9 @@ def solve(
 ) -> Solution[list[Action]] | None:
     """Return the schedule of least cost that holds no more than `budget`; None if there is none.
 
+    A schedule whose peak is within the share `linear_program.TOLERANCE` of the budget may be missed, where a cheaper
+    one passes the budget by less than that.
+
     Args:
         deps, cpu, ram, workspace: see `Dag`.
         budget: in the unit of `ram`. What lives all the time, such as parameters, is to be taken off before.
@@ -136,24 +144,36 @@ def solve(
 
     Raises:
         PlannerTimeout: the limit came before any schedule.
+        SolverFailed: the solver found neither a schedule that fits nor a proof that there is none, though it had time.
         ImportError: scipy is not installed.
     """
     dag = Dag.of(deps, cpu, ram, workspace)
     if budget < _floor(dag):
         return None
-    fallback = _cheapest(dag, budget, _greedy_schedules(dag, budget))
-    program = _Program(dag, budget)
-    cost, matrices, bound, impossible = program.optimum(time_limit_s, gap)
-    if impossible:
+    end_s = time.monotonic() + time_limit_s
+    found = _Program(dag, budget).optimum(time_limit_s, gap)
+    bound, schedules = found.bound, _greedy_schedules(dag, budget)
+    passed = found.schedule is not None and replay(dag, found.schedule)[1] > budget
+    if passed:  # by the solver's tolerance
+        left_s = max(end_s - time.monotonic(), 0.0)
+        found = _Program(dag, budget * (1 - TOLERANCE)).optimum(left_s, gap)
+    if found.schedule is not None:
+        schedules.append(found.schedule)
+    best = _cheapest(dag, budget, schedules)
+    if best is not None:
+        return Solution(best.objective, best.peak, best.schedule, bound=bound)
+    if found.impossible:
         return None
-    found = [] if matrices is None else [_as_schedule(dag, *matrices)]
-    best = _cheapest(dag, budget, [*found, *([] if fallback is None else [fallback.schedule])])
-    if best is None:
-        raise PlannerTimeout(
-            f"checkmate: no schedule of {dag.n} nodes within {budget:g} was found in {time_limit_s:g} s, "
-            "nor a proof that there is none. Give it more time, or a graph with fewer nodes."
+    if found.schedule is not None:
+        raise SolverFailed(
+            "checkmate: the solver's schedules pass the budget by more than its tolerance.",
+            asked=f"{dag.n} nodes within {budget:g}",
+            tried=f"a budget smaller by the share {TOLERANCE:g}",
         )
-    return Solution(best.objective, best.peak, best.schedule, bound=bound)
+    raise PlannerTimeout(
+        f"checkmate: no schedule of {dag.n} nodes within {budget:g} was found in {time_limit_s:g} s, "
+        "nor a proof that there is none. Give it more time, or a graph with fewer nodes."
+    )
 
 
 def round_lp(
@@ -176,6 +196,7 @@ def round_lp(
             says whether rounding alone sufficed.
 
     Raises:
+        SolverFailed: the solver found neither a solution of a relaxation nor a proof that there is none.
         ImportError: scipy is not installed.
     """
     dag = Dag.of(deps, cpu, ram, workspace)
@@ -184,13 +205,13 @@ def round_lp(
     rounded: list[list[Action]] = []
     bound = None
     for share in LP_SHARES:
-        relaxed, cost = _Program(dag, budget * share).relaxation()
-        if share == 1.0:
-            bound = cost
+        relaxed = _Program(dag, budget * share).relaxation()
         if relaxed is None:
             continue
+        if share == 1.0:
+            bound = relaxed.cost
         for threshold in THRESHOLDS:
-            kept = relaxed >= threshold
+            kept = relaxed.kept >= threshold
             rounded.append(_as_schedule(dag, _closure(dag, kept), kept))
     best = _cheapest(dag, budget, rounded)
     if best is None and fallback:
@@ -205,11 +226,17 @@ def lower_bound(
     budget: float,
     workspace: Sequence[float] | None = None,
 ) -> float | None:
-    """Return the cost of the linear relaxation: no schedule costs less. None if not even that is possible."""
+    """Return the cost of the linear relaxation: no schedule costs less. None if not even that is possible.
+
+    Raises:
+        SolverFailed: the solver found neither a solution nor a proof that there is none.
+        ImportError: scipy is not installed.
+    """
     dag = Dag.of(deps, cpu, ram, workspace)
     if budget < _floor(dag):
         return None
-    return _Program(dag, budget).relaxation()[1]
+    relaxed = _Program(dag, budget).relaxation()
+    return None if relaxed is None else relaxed.cost
 
 
 def replay(dag: Dag, schedule: Iterable[Action]) -> tuple[float, float]:
@@ -258,140 +285,110 @@ def _cheapest(
     best: Solution[list[Action]] | None = None
     for schedule in schedules:
         cost, peak = replay(dag, schedule)
-        if peak <= budget * (1 + 1e-12) and (best is None or cost < best.objective):
+        if peak <= budget and (best is None or cost < best.objective):
             best = Solution(cost, peak, schedule)
     return best
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the program with whole numbers came to; without a schedule and not `impossible`, time ran out."""
+
+    schedule: list[Action] | None
+    bound: float | None
+    impossible: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Relaxed:
+    """What the program with fractions came to: its cost, and S."""
+
+    cost: float
+    kept: Floats
+
+
 class _Program:
-    """The program of the Note, as sparse rows."""
+    """The program of the Note; sizes are in units of the budget."""
 
     def __init__(self, dag: Dag, budget: float) -> None:
-        self.dag, self.budget = dag, budget
-        self.n_columns = 0
-        self.lower: list[float] = []
-        self.upper: list[float] = []
-        self.rows: list[int] = []
-        self.columns: list[int] = []
-        self.entries: list[float] = []
-        self.row_lower: list[float] = []
-        self.row_upper: list[float] = []
-        n = dag.n
+        self.dag = dag
+        self.unit = budget if 0 < budget < np.inf else 1.0
+        self.limit = budget / self.unit
+        self.ram = [float(each) / self.unit for each in dag.ram]
+        self.workspace = [float(each) / self.unit for each in dag.workspace]
+        self.users = dag.users()
+        self.program = LinearProgram()
+        column, n = self.program.column, dag.n
         self.runs = {
-            (t, i): self._column(float(i == t), 1.0) for t in range(n) for i in range(t + 1)
+            (t, i): column(dag.cpu[i], float(i == t), 1.0, whole=True)  # rule 1
+            for t in range(n)
+            for i in range(t + 1)
         }
-        self.kept = {(t, i): self._column(0.0, 1.0) for t in range(n) for i in range(t)}
-        self.n_binary = self.n_columns
-        users = dag.users()
+        self.kept = {(t, i): column(0.0, 0.0, 1.0, whole=True) for t in range(n) for i in range(t)}
         for t in range(n):
-            self._stage(t, users)
+            self._stage(t)
 
-    def _column(self, lower: float, upper: float) -> int:
-        self.lower.append(lower)
-        self.upper.append(upper)
-        self.n_columns += 1
-        return self.n_columns - 1
-
-    def _row(self, terms: Iterable[tuple[int, float]], lower: float, upper: float) -> None:
-        for column, entry in terms:
-            self.rows.append(len(self.row_lower))
-            self.columns.append(column)
-            self.entries.append(entry)
-        self.row_lower.append(lower)
-        self.row_upper.append(upper)
-
-    def _stage(self, t: int, users: list[list[int]]) -> None:
-        dag = self.dag
-        n = dag.n
-        freed: dict[tuple[int, int], int] = {}  # F[t, i, k], by (i, k)
-        after: list[list[int]] = [[] for _ in range(t + 1)]  # what may be freed after k
+    def _stage(self, t: int) -> None:
+        users = [[user for user in self.users[i] if user <= t] for i in range(t + 1)]
+        freed = {
+            (i, k): self.program.column(0.0, 0.0, 1.0) for i in range(t + 1) for k in (i, *users[i])
+        }
         for i in range(t + 1):
-            for k in (i, *(user for user in users[i] if user <= t)):
-                freed[i, k] = self._column(0.0, 1.0)
-                after[k].append(i)
-                self._row([(freed[i, k], 1.0), (self.runs[t, k], -1.0)], -np.inf, 0.0)  # rule 4
-        for i in range(t + 1):
-            read = [user for user in users[i] if user <= t]
-            there = [(self.runs[t, i], -1.0)]
-            if i < t:
-                there.append((self.kept[t, i], -1.0))
-            for v in read:  # rule 2
-                self._row([(self.runs[t, v], 1.0), *there], -np.inf, 0.0)
-            gone = [(freed[i, k], 1.0) for k in (i, *read)]
-            if t + 1 < n:  # rule 3
-                self._row([(self.kept[t + 1, i], 1.0), *gone, *there], -np.inf, 0.0)
-            else:
-                self._row([*gone, *there], -np.inf, 0.0)
-            for at, j in enumerate(read, 1):  # rule 4
-                self._row([*gone[:at], (self.runs[t, j], 1.0)], -np.inf, 1.0)
-        held = -1
-        for k in range(t + 1):  # rules 5 and 6
-            before = held
-            held = self._column(0.0, self.budget)
-            terms = [(held, 1.0), (self.runs[t, k], -float(dag.ram[k]))]
-            if k == 0:
-                terms += [(self.kept[t, i], -float(dag.ram[i])) for i in range(t)]
-            else:
-                terms.append((before, -1.0))
-                terms += [(freed[i, k - 1], float(dag.ram[i])) for i in after[k - 1]]
-            self._row(terms, 0.0, 0.0)
-            if dag.workspace[k] > 0:
-                workspace = float(dag.workspace[k])
-                self._row([(held, 1.0), (self.runs[t, k], workspace)], -np.inf, self.budget)
+            self._output(t, i, users[i], freed)
+        self._memory(t, freed)
 
-    def optimum(
-        self, time_limit_s: float, gap: float
-    ) -> tuple[float, tuple[Mask, Mask] | None, float | None, bool]:
-        """Solve with whole numbers: cost, R and S, bound, and whether it was shown that there is none."""
-        result = self._solve(whole=True, time_limit=time_limit_s, mip_rel_gap=gap)
-        bound = getattr(result, "mip_dual_bound", None)
-        if result.x is None:
-            return np.inf, None, bound, result.status == 2
-        runs, kept = self._matrices(result.x)
-        return float(result.fun), (runs > 0.5, kept > 0.5), bound, False
+    def _at_most(self, terms: Iterable[tuple[int, float]], limit: float) -> None:
+        self.program.row(terms, -np.inf, limit)
 
-    def relaxation(self) -> tuple[Floats | None, float | None]:
-        """Solve with fractions: S and the cost; None for both where there is no solution."""
-        result = self._solve(whole=False)
-        if result.x is None:
-            return None, None
-        return self._matrices(result.x)[1], float(result.fun)
+    def _output(self, t: int, i: int, users: list[int], freed: dict[tuple[int, int], int]) -> None:
+        """Rules 2 to 4 for one node's output in a stage; `freed` is F[t], by (i, k)."""
+        there = [(self.runs[t, i], -1.0)]
+        if i < t:
+            there.append((self.kept[t, i], -1.0))
+        for v in users:  # rule 2
+            self._at_most([(self.runs[t, v], 1.0), *there], 0.0)
+        gone = [(freed[i, k], 1.0) for k in (i, *users)]
+        then = [(self.kept[t + 1, i], 1.0)] if t + 1 < self.dag.n else []
+        self._at_most([*then, *gone, *there], 0.0)  # rule 3
+        for k in (i, *users):  # rule 4
+            self._at_most([(freed[i, k], 1.0), (self.runs[t, k], -1.0)], 0.0)
+        for at, j in enumerate(users, 1):  # rule 4
+            self._at_most([*gone[:at], (self.runs[t, j], 1.0)], 1.0)
 
-    def _solve(self, *, whole: bool, **options: Any) -> Any:
-        milp, constraint, bounds, coo_array = _scipy()
-        cost = np.zeros(self.n_columns)
-        for (_, i), column in self.runs.items():
-            cost[column] = self.dag.cpu[i]
-        matrix = coo_array(
-            (self.entries, (self.rows, self.columns)),
-            shape=(len(self.row_lower), self.n_columns),
-        ).tocsr()
-        integrality = np.zeros(self.n_columns)
-        integrality[: self.n_binary] = float(whole)
-        return milp(
-            cost,
-            constraints=constraint(matrix, self.row_lower, self.row_upper),
-            bounds=bounds(self.lower, self.upper),
-            integrality=integrality,
-            options={key: value for key, value in options.items() if value is not None},
-        )
+    def _memory(self, t: int, freed: dict[tuple[int, int], int]) -> None:
+        """Rules 5 and 6; `freed` is F[t], by (i, k)."""
+        after: list[list[tuple[int, float]]] = [[] for _ in range(t + 1)]  # what goes after k
+        for (i, k), column in freed.items():
+            after[k].append((column, self.ram[i]))
+        before = [(self.kept[t, i], -self.ram[i]) for i in range(t)]
+        for k in range(t + 1):
+            held = self.program.column(0.0, 0.0, self.limit)
+            made = (self.runs[t, k], -self.ram[k])
+            self.program.row([(held, 1.0), made, *before], 0.0, 0.0)
+            if self.workspace[k] > 0:
+                self._at_most([(held, 1.0), (self.runs[t, k], self.workspace[k])], self.limit)
+            before = [(held, -1.0), *after[k]]
 
-    def _matrices(self, x: Floats) -> tuple[Floats, Floats]:
-        n = self.dag.n
-        runs, kept = np.zeros((n, n)), np.zeros((n, n))
-        for matrix, columns in ((runs, self.runs), (kept, self.kept)):
-            for at, column in columns.items():
-                matrix[at] = x[column]
-        return runs, kept
+    def optimum(self, time_limit_s: float, gap: float) -> _Found:
+        """Solve with whole numbers."""
+        answer = self.program.solve(time_limit_s, gap)
+        if answer.x is None:
+            return _Found(None, answer.bound, answer.impossible)
+        runs, kept = (self._matrix(each, answer.x) > 0.5 for each in (self.runs, self.kept))
+        return _Found(_as_schedule(self.dag, runs, kept), answer.bound, impossible=False)
 
+    def relaxation(self) -> _Relaxed | None:
+        """Solve with fractions; None where there is no solution."""
+        answer = self.program.solve(relaxed=True)
+        if answer.x is None:
+            return None
+        return _Relaxed(answer.cost, self._matrix(self.kept, answer.x))
 
-def _scipy() -> tuple[Any, Any, Any, Any]:
-    try:
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import coo_array
-    except ImportError as error:
-        raise ImportError("the planner 'checkmate' needs scipy: pip install scipy") from error
-    return milp, LinearConstraint, Bounds, coo_array
+    def _matrix(self, columns: dict[tuple[int, int], int], x: Floats) -> Floats:
+        matrix = np.zeros((self.dag.n, self.dag.n))
+        for at, column in columns.items():
+            matrix[at] = x[column]
+        return matrix
 
 
 def _closure(dag: Dag, kept: Mask) -> Mask:

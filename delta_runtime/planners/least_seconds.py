@@ -1,8 +1,8 @@
 """How few seconds more than the ordinary step any plan can take: a bound by a linear program.
 
 Covers plans that drop and copy, one lane in each direction. The bound is valid, not tight: what is rebuilt needs other
-values too, copies come late, and what is away is away as a whole; none of that counts here. HiGHS solves it, through
-scipy.
+values too, copies come late, and what is away is away as a whole; none of that counts here. HiGHS solves it; see
+`linear_program`.
 
 Note: the program
   A value is asked for again and again. Between two times it may be away: by a part d that is dropped, and by a part s
@@ -17,7 +17,6 @@ Note: the program
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.step_graph import Floats, StepGraph
 from delta_runtime.core.transfer import Links
 from delta_runtime.planners.greedy_drops import GreedyCover
+from delta_runtime.planners.linear_program import LinearProgram
 
 
 def least_seconds(
@@ -39,6 +39,7 @@ def least_seconds(
         links: speed of the lanes; None where nothing may be copied.
 
     Raises:
+        SolverFailed: neither a bound was found, nor a proof that none can fit.
         ImportError: scipy is not installed.
     """
     excess = (graph.op_ordinary_bytes + graph.op_watermark_bytes - budget_bytes).astype(np.float64)
@@ -85,13 +86,10 @@ class _Program:
         cover = GreedyCover(graph, 0, recipes)
         self.absences = _absences(graph, cover)
         self.bytes = graph.saved_bytes.astype(np.float64)
-        self.entries: list[tuple[int, int, float]] = []  # of rows "<= limit"
-        self.limits: list[float] = []
-        self.upper: list[float] = []
-        self.extra = self._column(np.inf)
-        self.columns: list[
-            list[int]
-        ] = []  # of each absence: those whose sum is the part that is away
+        self.program = LinearProgram()
+        self.extra = self.program.column(1.0, 0.0, np.inf)
+        # Of each absence: those whose sum is the part that is away.
+        self.columns: list[list[int]] = []
         dropped: dict[int, list[int]] = {}
         copied: dict[int, list[int]] = {}
         for absence in self.absences:
@@ -112,12 +110,10 @@ class _Program:
             self._copy(copied, lanes)
 
     def _column(self, upper: float) -> int:
-        self.upper.append(upper)
-        return len(self.upper) - 1
+        return self.program.column(0.0, 0.0, upper)
 
     def _at_most(self, terms: list[tuple[int, float]], limit: float) -> None:
-        self.entries += [(len(self.limits), column, entry) for column, entry in terms]
-        self.limits.append(limit)
+        self.program.row(terms, -np.inf, limit)
 
     def _rebuild(self, dropped: dict[int, list[int]], ops: list[list[int]]) -> None:
         """Rule 2, and the first half of rule 4."""
@@ -175,29 +171,5 @@ class _Program:
 
     def solve(self) -> float | None:
         """Return the least extra seconds; None if there is no solution."""
-        linprog, csr_array = _scipy()
-        rows, columns, entries = (np.array(each) for each in zip(*self.entries, strict=True))
-        shape = (len(self.limits), len(self.upper))
-        # A row in units of its largest entry: bytes and seconds are far apart.
-        scale = np.ones(shape[0])
-        np.maximum.at(scale, rows, np.abs(entries))
-        matrix = csr_array((entries / scale[rows], (rows, columns)), shape=shape)
-        cost = np.zeros(shape[1])
-        cost[self.extra] = 1.0
-        found = linprog(
-            cost,
-            A_ub=matrix,
-            b_ub=np.array(self.limits) / scale,
-            bounds=np.stack([np.zeros(shape[1]), self.upper], axis=1),
-            method="highs",
-        )
-        return float(found.fun) if found.status == 0 else None
-
-
-def _scipy() -> tuple[Any, Any]:
-    try:
-        from scipy.optimize import linprog
-        from scipy.sparse import csr_array
-    except ImportError as error:
-        raise ImportError("the bound on seconds needs scipy: pip install scipy") from error
-    return linprog, csr_array
+        answer = self.program.solve()
+        return None if answer.impossible else answer.cost

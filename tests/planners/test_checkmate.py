@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from delta_runtime.planners import checkmate
 from delta_runtime.planners.checkmate import Action, Dag, Kind
+from delta_runtime.planners.linear_program import SolverFailed
 from tests.planners.exhaustive import cheapest_schedule
 from tests.planners.reference import CASES
 
@@ -46,6 +47,64 @@ def test_rounding_is_within_a_tenth(case, budget):
         assert rounded.peak <= budget["B"]
         assert expected - 1e-6 <= rounded.objective <= 1.1 * expected
         assert rounded.bound <= expected + 1e-6
+
+
+@reference
+def test_the_relaxation_is_no_looser_than_the_papers(case, budget):
+    papers = budget["lp_relaxation_strong"]
+    ours = checkmate.lower_bound(case["deps"], case["cpu"], case["ram"], budget["B"])
+    if papers is None:
+        assert ours is None
+    elif ours is not None:  # none is tighter still: that there is no schedule
+        assert ours >= papers - 1e-4  # as many digits are given
+
+
+UNIT = 20_000_003  # bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [
+        ("linear_rand_n4", 19),
+        ("linear_rand_n6", 18),
+        ("residual_rand_n4_blk2", 35),
+        ("residual_rand_n5_blk3", 28),
+    ],
+)
+def test_a_byte_too_little_is_too_little(name, least):
+    """A byte of hundreds of millions is less than the solver's tolerance."""
+    case = next(each for each in CASES["checkmate"]["cases"] if each["name"] == name)
+    sizes = [each * UNIT for each in case["ram"]]
+    found = checkmate.solve(case["deps"], case["cpu"], sizes, least * UNIT)
+    assert found.peak == least * UNIT
+    assert checkmate.solve(case["deps"], case["cpu"], sizes, least * UNIT - 1) is None
+
+
+def test_where_a_cheaper_schedule_passes_by_a_byte_another_is_found():
+    case = next(each for each in CASES["checkmate"]["cases"] if each["name"] == "linear_rand_n4")
+    sizes = [each * UNIT for each in case["ram"]]
+    assert checkmate.solve(case["deps"], case["cpu"], sizes, 27 * UNIT).objective == 57
+    found = checkmate.solve(case["deps"], case["cpu"], sizes, 27 * UNIT - 1)
+    assert (found.objective, found.peak <= 27 * UNIT - 1) == (59, True)
+    assert found.bound <= 59
+
+
+@pytest.mark.parametrize("spare", range(-1, 40, 4))
+def test_sizes_that_differ_by_bytes(spare):
+    """Near the least budget each budget gives a schedule that fits, or none; never no answer."""
+    case = next(each for each in CASES["checkmate"]["cases"] if each["name"] == "linear_rand_n4")
+    sizes = [each * UNIT + i for i, each in enumerate(case["ram"])]
+    found = checkmate.solve(case["deps"], case["cpu"], sizes, 19 * UNIT + spare)
+    assert found is None or found.peak <= 19 * UNIT + spare
+    assert (found is None) or spare >= 0
+
+
+def test_a_solver_that_passes_the_budget_again_is_a_failure(monkeypatch):
+    monkeypatch.setattr(checkmate, "TOLERANCE", 0.0)
+    case = next(each for each in CASES["checkmate"]["cases"] if each["name"] == "linear_rand_n4")
+    sizes = [each * UNIT for each in case["ram"]]
+    with pytest.raises(SolverFailed, match="pass the budget"):
+        checkmate.solve(case["deps"], case["cpu"], sizes, 19 * UNIT - 1)
 
 
 @st.composite
