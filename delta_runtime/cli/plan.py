@@ -93,11 +93,7 @@ def plan(options: argparse.Namespace) -> str:
     """
     try:
         graph = _read(Path(options.graph))
-        budget_bytes = parse_budget(options.budget, graph.peak_bytes)
-        if budget_bytes is None:
-            raise UsageError(
-                "--budget auto needs a device.", change="Give bytes, or a share of the peak."
-            )
+        budget_bytes = _budget_bytes(options.budget, graph)
         chosen = _chosen(options.planners)
         links = _links(options.link_bytes_per_s, graph)
     except DeltaError as error:
@@ -114,6 +110,16 @@ def _read(path: Path) -> StepGraph:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{str(path)!r} cannot be read.", found=str(error)) from error
     return StepGraph.from_json(text)
+
+
+def _budget_bytes(spec: str, graph: StepGraph) -> int:
+    """Read bytes, of which there may be more than the step takes, or a share of its peak."""
+    budget_bytes = parse_budget(spec) or parse_budget(spec, graph.peak_bytes)
+    if budget_bytes is None:
+        raise UsageError(
+            "--budget auto needs a device.", change="Give bytes, or a share of the peak."
+        )
+    return budget_bytes
 
 
 def _chosen(names: str) -> dict[str, _Planner]:
@@ -192,6 +198,7 @@ def _print(
 def _bounds_on_seconds(graph: StepGraph, budget_bytes: int, links: Links | None) -> str:
     """Say how few seconds any plan can take; see `least_seconds`."""
     from delta_runtime.planners.least_seconds import least_seconds
+    from delta_runtime.planners.linear_program import SolverFailed
 
     told = []
     try:
@@ -204,4 +211,6 @@ def _bounds_on_seconds(graph: StepGraph, budget_bytes: int, links: Links | None)
                 told.append(f"No plan that {ways} {least}.")
     except ImportError:
         return "Install scipy for bounds on seconds."
+    except SolverFailed:
+        told.append("The solver failed on the next bound on seconds.")
     return " ".join(told)

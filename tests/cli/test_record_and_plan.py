@@ -11,6 +11,7 @@ import pytest
 
 from delta_runtime.cli.main import main
 from delta_runtime.core.step_graph import StepGraph
+from delta_runtime.planners.linear_program import LinearProgram, SolverFailed
 from tests.support.recorded_steps import recorded
 from tests.support.step_graphs import TINY
 
@@ -127,12 +128,32 @@ def test_planners_are_chosen_and_a_recorded_lane_is_used(tmp_path, capsys):
     assert "Left out" not in shown
 
 
+@pytest.mark.parametrize("budget", ["65MiB", "900GiB", "100%"])
+def test_a_budget_that_the_step_keeps_to_moves_nothing(chain, capsys, budget):
+    assert main(["plan", chain, "--budget", budget, "--link-bytes-per-s", "100GB"]) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert len(rows) == 4
+    assert {tuple(row[:5]) for row in rows.values()} == {
+        ("64.00 MiB", "yes", "0 s", "0 s", "1.000 x")
+    }
+
+
+def test_a_solver_that_fails_costs_the_bound_alone(chain, capsys, monkeypatch):
+    def fail(self):
+        raise SolverFailed
+
+    monkeypatch.setattr(LinearProgram, "solve", fail)
+    assert main(["plan", chain, "--budget", "40MiB"]) == 0
+    assert "The solver failed" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--budget", "1 parsec"], "parsec"),
         (["--budget", "auto"], "auto"),
-        (["--budget", "900GiB"], "more than"),
+        (["--budget", "0"], "budget"),
+        (["--budget", "150%"], "share"),
         (["--budget", "50%", "--planners", "keep,magic"], "magic"),
         (["--budget", "50%", "--link-bytes-per-s", "fast"], "link-bytes-per-s"),
     ],
