@@ -36,9 +36,15 @@ from typing import NamedTuple
 import numpy as np
 
 from delta_runtime.core.errors import DeltaError
-from delta_runtime.core.step_graph import Floats, Mask
+from delta_runtime.core.plan import Plan
+from delta_runtime.core.step_graph import Floats, Mask, StepGraph
+from delta_runtime.core.transfer import Links
+from delta_runtime.planners import joint_heuristic
+from delta_runtime.planners.contraction import MOST_OPS, by_size
 from delta_runtime.planners.linear_program import TOLERANCE, LinearProgram, SolverFailed
+from delta_runtime.planners.plan_result import PlanResult, fit, judged, result_of
 from delta_runtime.planners.solution import Solution
+from delta_runtime.planners.step_program import StepProgram
 
 THRESHOLDS = tuple(round(0.1 * each, 1) for each in range(1, 10))
 LP_SHARES = (0.9, 1.0, 0.8, 0.7)
@@ -174,6 +180,59 @@ def solve(
         f"checkmate: no schedule of {dag.n} nodes within {budget:g} was found in {time_limit_s:g} s, "
         "nor a proof that there is none. Give it more time, or a graph with fewer nodes."
     )
+
+
+def plan(
+    graph: StepGraph,
+    budget_bytes: int,
+    tiers: Links | None = None,
+    *,
+    most_ops: int = MOST_OPS,
+    time_limit_s: float = 60.0,
+    gap: float = 1e-3,
+) -> PlanResult:
+    """Return the fastest plan for a recorded step, contracted to few ops; see `contraction` and `step_program`.
+
+    The bound holds for the contracted step. Where it has no plan that fits, the plan of `joint_heuristic` for the whole
+    step is the result, if that fits, and `PlanResult.fallback` says so.
+
+    Args:
+        graph: the recorded step.
+        budget_bytes: what may be live at any moment.
+        tiers: not used; this planner copies nothing.
+        most_ops: that the step is contracted to.
+        time_limit_s: for the solver; after so long the best plan so far is taken.
+        gap: stop where the seconds are within this share of the bound.
+
+    Raises:
+        SolverFailed: the solver found neither a plan nor a proof that there is none.
+        ImportError: scipy is not installed.
+    """
+    begin = time.perf_counter()
+    contraction = by_size(graph, most_ops)
+    exact = StepProgram(contraction.graph, budget_bytes)
+    bounds: list[float] = []
+
+    def at(memory: float) -> Plan | None:
+        program = exact if memory == budget_bytes else StepProgram(contraction.graph, memory)
+        left_s = max(begin + time_limit_s - time.perf_counter(), 0.0)
+        found = program.fastest(left_s, gap)
+        if memory == budget_bytes and found.bound_s is not None:
+            bounds.append(found.bound_s)
+        return None if found.plan is None else contraction.expand(found.plan)
+
+    def smallest() -> Plan:
+        return contraction.expand(exact.smallest())
+
+    result = fit(
+        graph, budget_bytes, at, smallest, turns=2, bound_s=lambda: max(bounds, default=None)
+    )
+    if result.feasible:
+        return result
+    other = judged(joint_heuristic.plan(graph, budget_bytes), graph)
+    if other.verdict.peak_bytes <= budget_bytes:
+        return result_of(other, budget_bytes, begin, bound_s=result.bound_s, fallback="joint")
+    return result
 
 
 def round_lp(

@@ -16,13 +16,18 @@ itself.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from delta_runtime.core.step_graph import Floats
+from delta_runtime.core.plan import Plan
+from delta_runtime.core.step_graph import Floats, StepGraph
+from delta_runtime.core.transfer import Links
+from delta_runtime.planners.plan_result import PlanResult, judged, result_of
 from delta_runtime.planners.solution import Solution
+from delta_runtime.planners.step_chain import StepChain
 
 SegmentPeaks = Callable[[int, int, int], Floats]
 """Of `(i, begin, end)`: for k from `begin` to before `end`, the peak inside the segment (i, k), with nothing else
@@ -36,6 +41,7 @@ def solve(
     gradient_sizes: Sequence[float] | None = None,
     objective: str = "B",
     segment_peaks: SegmentPeaks | None = None,
+    saved_sizes: Sequence[float] | None = None,
 ) -> Solution[list[int]]:
     """Return the outputs to keep, as numbers of layers between 1 and n - 1, in order.
 
@@ -44,6 +50,8 @@ def solve(
         gradient_sizes: of their gradients; as large as the outputs where None is given. Objective A reads none.
         objective: "A" or "B"; see above.
         segment_peaks: what a segment holds, for objective B; `within_segments` of the sizes where None is given.
+        saved_sizes: all that each layer saves, its output included, for objective A; the outputs alone where None is
+            given.
 
     The objective of the solution is the peak, in the unit of the sizes.
     """
@@ -56,8 +64,11 @@ def solve(
     if not (np.isfinite(y).all() and np.isfinite(g).all() and (y >= 0).all() and (g >= 0).all()):
         raise ValueError("sizes must be finite and not negative")
     if objective == "A":
-        kept = _least_kept_and_largest(y)
-        peak = peak_a(y, kept)
+        saved = y if saved_sizes is None else np.asarray(saved_sizes, np.float64)
+        if saved.shape != y.shape or not (saved >= y).all():
+            raise ValueError("saved_sizes must be a row like sizes, and nowhere smaller")
+        kept = _least_kept_and_largest(y, saved)
+        peak = peak_a(y, kept, saved)
     elif objective == "B":
         within = within_segments(y, g) if segment_peaks is None else segment_peaks
         kept = _least_while_backward(y, within)
@@ -67,14 +78,47 @@ def solve(
     return Solution(peak, peak, kept, bound=peak)
 
 
+def plan(
+    graph: StepGraph, budget_bytes: int, tiers: Links | None = None, *, objective: str = "B"
+) -> PlanResult:
+    """Return the plan of a recorded step with the least peak, taken as a chain; see `step_chain`.
+
+    It is the same for every budget: this planner knows no seconds. Objective B reckons with what the step holds beside
+    saved values at each moment of backward, objective A does not.
+
+    Args:
+        graph: the recorded step.
+        budget_bytes: what may be live at any moment.
+        tiers: not used; this planner copies nothing.
+        objective: "A" or "B"; see `solve`.
+    """
+    begin = time.perf_counter()
+    chain = StepChain(graph)
+    if chain.length == 0:
+        return result_of(judged(Plan.moving_nothing(graph), graph), budget_bytes, begin)
+    columns = chain.segment_peaks()
+    before = np.cumsum(columns.saved)
+    held = np.append(-np.inf, (before + columns.beside)[1:])
+    found = solve(
+        columns.kept.tolist(),
+        objective=objective,
+        segment_peaks=_within(before, held, held),
+        saved_sizes=columns.saved.tolist(),
+    )
+    return result_of(judged(chain.plan_of_kept(found.schedule), graph), budget_bytes, begin)
+
+
 def within_segments(y: Floats, g: Floats) -> SegmentPeaks:
     """Return W(i, k) for a segment that is rebuilt with its last output and then goes value by value.
 
     W(i, k) = max(P_k + g_k, max over i < j <= k of (P_j + g_j + g_(j-1))) - P_i with P_j = y_0 + ... + y_j.
     """
     before = np.cumsum(y)
-    rebuilt = before + g
-    backward = np.append(-np.inf, before[1:] + g[1:] + g[:-1])
+    return _within(before, before + g, np.append(-np.inf, before[1:] + g[1:] + g[:-1]))
+
+
+def _within(before: Floats, rebuilt: Floats, backward: Floats) -> SegmentPeaks:
+    """Return W(i, k) = max(rebuilt_k, max over i < j <= k of backward_j) - before_i."""
     most = _most_within(backward)
 
     def peaks(i: int, begin: int, end: int) -> Floats:
@@ -105,10 +149,15 @@ def _most_within(row: Floats) -> Callable[[int, int], float]:
     return most
 
 
-def peak_a(y: Sequence[float] | Floats, kept: Sequence[int]) -> float:
+def peak_a(
+    y: Sequence[float] | Floats,
+    kept: Sequence[int],
+    saved: Sequence[float] | Floats | None = None,
+) -> float:
     """Return objective A of a subset: what is kept, and the largest of the segments between."""
     breaks = [0, *kept, len(y) - 1]
-    largest = max(sum(y[i + 1 : k]) for i, k in zip(breaks, breaks[1:], strict=False))
+    all_ = y if saved is None else saved
+    largest = max(sum(all_[i + 1 : k + 1]) - y[k] for i, k in zip(breaks, breaks[1:], strict=False))
     return float(sum(y[c] for c in kept) + largest)
 
 
@@ -122,26 +171,29 @@ def peak_b(y: Sequence[float] | Floats, kept: Sequence[int], within: SegmentPeak
     return float(worst)
 
 
-def _least_kept_and_largest(y: Floats) -> list[int]:
+def _least_kept_and_largest(y: Floats, saved: Floats) -> list[int]:
     """Objective A: for each sum that the largest segment can have, the least that must be kept."""
     n = len(y) - 1
-    before = np.cumsum(y)
-    # A segment (i, k) leaves out y_(i+1) to y_(k-1).
-    sums = np.unique([before[k - 1] - before[i] for i in range(n) for k in range(i + 1, n + 1)])
+    before = np.cumsum(saved)
+    inside = (
+        before - y
+    )  # a segment (i, k) holds inside_k - before_i: all but the output that is kept
+    sums = np.unique([inside[k] - before[i] for i in range(n) for k in range(i + 1, n + 1)])
     best, best_sum = np.inf, np.inf
-    rows = before.tolist()
-    sizes = y.tolist()
+    columns = y.tolist(), before.tolist(), inside.tolist()
     for most in sums.tolist():
         if most >= best:
             break  # what is kept is never less than nothing
-        least = _least_kept(sizes, rows, most)[0]
+        least = _least_kept(*columns, most)[0]
         if least + most < best:
             best, best_sum = least + most, most
-    return _least_kept(sizes, rows, best_sum)[1]
+    return _least_kept(*columns, best_sum)[1]
 
 
-def _least_kept(y: list[float], before: list[float], most: float) -> tuple[float, list[int]]:
-    """Return the least to keep so that no segment is larger than `most`, and what that is.
+def _least_kept(
+    y: list[float], before: list[float], inside: list[float], most: float
+) -> tuple[float, list[int]]:
+    """Return the least to keep so that no segment is larger than `most`, and what that is; inf if one always is.
 
     f(k) = y_k + min of f(i) over the i from which a segment to k is small enough: a minimum over a window.
     """
@@ -149,8 +201,10 @@ def _least_kept(y: list[float], before: list[float], most: float) -> tuple[float
     least, came_from = [0.0] * (n + 1), [0] * (n + 1)
     window = deque([0])  # of f in rising order
     for k in range(1, n + 1):
-        while before[k - 1] - before[window[0]] > most:
-            window.popleft()  # never the last one: k - 1 leaves out nothing
+        while window and inside[k] - before[window[0]] > most:
+            window.popleft()
+        if not window:
+            return np.inf, []
         came_from[k] = window[0]
         least[k] = least[window[0]] + (y[k] if k < n else 0.0)
         while window and least[window[-1]] >= least[k]:

@@ -5,7 +5,7 @@ test of the room for `SAVE` and the span over which `CHECKPOINT` asks for room t
 that the result is the optimum over all persistent schedules. *Persistent*: what was stored stays until its backward.
 
 Covers one chain: stage `i` reads what stage `i - 1` made and nothing else, a gradient is as large as its value, and
-parameters are not counted. Does not cover how a step becomes a chain.
+parameters are not counted; and recorded steps, through `step_chain`.
 
 Note: the recurrence
   C(s, t, m) is the least time of the forwards still needed and of all backwards of stages s to t, where x_s is there
@@ -22,75 +22,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 
-from delta_runtime.core.step_graph import Floats, Ints
+from delta_runtime.core.plan import Plan
+from delta_runtime.core.step_graph import Floats, Ints, StepGraph
+from delta_runtime.core.transfer import Links
+from delta_runtime.planners.chain import Action, Chain, Kind, replay
+from delta_runtime.planners.plan_result import PlanResult, fit
 from delta_runtime.planners.solution import Solution
+from delta_runtime.planners.step_chain import StepChain
 
 SLOTS = 500
 
-
-class Kind(IntEnum):
-    """What a schedule does with a stage."""
-
-    SAVE = 0
-    """Run forward, keep all that backward needs."""
-    CHECKPOINT = 1
-    """Run forward, keep the input alone."""
-    SKIP = 2
-    """Run forward, keep nothing; the input goes."""
-    LOSS = 3
-    BACKWARD = 4
-
-
-class Action(NamedTuple):
-    """One line of a schedule."""
-
-    kind: Kind
-    stage: int
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """L stages and a loss; sizes in any one unit.
-
-    Args:
-        f: seconds of each stage's forward, (L,).
-        b: seconds of each stage's backward, and last of the loss, (L + 1,).
-        a: size of each stage's input, and last of the loss's, (L + 1,). Its gradient is as large.
-        abar: `abar[i + 1]` is what the forward of stage i keeps with its output and without its input, (L + 1,); the
-            first is not read.
-        f_tmp: what the forward of each stage needs for itself, (L,).
-        b_tmp: what the backward of each stage needs, and last the loss, (L + 1,).
-    """
-
-    f: Sequence[float]
-    b: Sequence[float]
-    a: Sequence[float]
-    abar: Sequence[float]
-    f_tmp: Sequence[float]
-    b_tmp: Sequence[float]
-
-    def __post_init__(self) -> None:
-        n = len(self.f)
-        wanted = {"b": n + 1, "a": n + 1, "abar": n + 1, "f_tmp": n, "b_tmp": n + 1}
-        for name, length in wanted.items():
-            if len(getattr(self, name)) != length:
-                raise ValueError(
-                    f"{name} has {len(getattr(self, name))} entries; a chain of {n} stages takes {length}"
-                )
-        for name in ("f", *wanted):
-            if not all(0 <= each < float("inf") for each in getattr(self, name)):
-                raise ValueError(f"{name} holds something that is negative or no finite number")
-
-    @property
-    def length(self) -> int:
-        """Number of stages without the loss."""
-        return len(self.f)
+_FINE_SLOTS = 2000  # for the least memory, which rounding up would miss
 
 
 def solve(
@@ -129,6 +75,36 @@ def solve(
     return Solution(seconds, peak, schedule)
 
 
+def plan(
+    graph: StepGraph, budget_bytes: int, tiers: Links | None = None, *, slots: int = SLOTS
+) -> PlanResult:
+    """Return the fastest plan for a recorded step, taken as a chain; see `step_chain`.
+
+    Args:
+        graph: the recorded step.
+        budget_bytes: what may be live at any moment.
+        tiers: not used; this planner copies nothing.
+        slots: see `solve`.
+    """
+    chain = StepChain(graph)
+    columns = chain.columns()
+    sizes = (columns.a, columns.abar, columns.f_tmp, columns.b_tmp)
+
+    def at(memory: float, slots: int = slots) -> Plan | None:
+        found = solve(columns.f, columns.b, *sizes, memory, slots)
+        return None if found is None else chain.plan_of_schedule(found.schedule)
+
+    def smallest() -> Plan | None:
+        memory = least_memory(*sizes)
+        found = at(memory, _FINE_SLOTS)
+        while found is None:
+            memory *= 1 + 1 / _FINE_SLOTS
+            found = at(memory, _FINE_SLOTS)
+        return found
+
+    return fit(graph, budget_bytes, at, smallest)
+
+
 def least_memory(
     a: Sequence[float],
     abar: Sequence[float],
@@ -155,57 +131,6 @@ def least_memory(
             split = np.maximum(split, after[t - s] + forward[: t - s])
             least[s, t] = min(keep, split.min(initial=np.inf))
     return float(least[0, n] + sizes[0])
-
-
-def replay(chain: Chain, schedule: Sequence[Action]) -> tuple[float, float]:
-    """Carry out a schedule, and return its seconds and its peak.
-
-    Raises:
-        ValueError: the schedule reads what is not there, or leaves a backward out.
-    """
-    n = chain.length
-    plain = {0}  # stages whose input is there by itself
-    saved: set[int] = set()  # stages whose output and saved values are there
-    gradients: set[int] = set()
-    seconds, peak = 0.0, float(chain.a[0])
-
-    def held() -> float:
-        return (
-            sum(chain.a[i] for i in plain)
-            + sum(chain.abar[i + 1] for i in saved)
-            + sum(chain.a[i] for i in gradients)
-        )
-
-    for kind, i in schedule:
-        before = held()
-        if i not in plain and i - 1 not in saved:
-            raise ValueError(f"{kind.name}({i}) reads the input of stage {i}, which is not there")
-        if kind is Kind.LOSS:
-            peak = max(peak, before + chain.a[n] + chain.b_tmp[n])
-            plain.discard(n)
-            gradients.add(n)
-            seconds += chain.b[n]
-        elif kind is Kind.BACKWARD:
-            if i not in saved or i + 1 not in gradients:
-                raise ValueError(f"BACKWARD({i}) lacks what it reads")
-            peak = max(peak, before + chain.a[i] + chain.b_tmp[i])
-            gradients = (gradients - {i + 1}) | {i}
-            saved.remove(i)
-            plain.discard(i)
-            seconds += chain.b[i]
-        else:
-            added = chain.abar[i + 1] if kind is Kind.SAVE else chain.a[i + 1]
-            peak = max(peak, before + added + chain.f_tmp[i])
-            if kind is Kind.SAVE:
-                saved.add(i)
-            else:
-                plain.add(i + 1)
-                if kind is Kind.SKIP:
-                    plain.discard(i)
-            seconds += chain.f[i]
-    if gradients != {0} or saved or plain - {0}:
-        raise ValueError("the schedule does not reach the gradient of the first stage's input")
-    return seconds, peak
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delta_runtime.planners import rotor
-from delta_runtime.planners.rotor import Action, Chain, Kind
+from delta_runtime.planners.chain import Action, Chain, Kind, replay
 from tests.planners.exhaustive import fastest_persistent
 from tests.planners.reference import CASES
 
@@ -32,7 +32,7 @@ def test_reference_values(case, budget):
     assert (found and found.objective) == (None if expected is None else pytest.approx(expected))
     if found:
         assert found.peak <= budget["M"]
-        assert rotor.replay(Chain(*_columns(case)), found.schedule) == (found.objective, found.peak)
+        assert replay(Chain(*_columns(case)), found.schedule) == (found.objective, found.peak)
     assert (budget["M"] >= rotor.least_memory(*_columns(case)[2:])) == (found is not None)
 
 
@@ -108,12 +108,12 @@ def test_unit_chain():
 def test_a_schedule_that_reads_what_is_gone_is_refused():
     chain = Chain([1, 1], [1, 1, 0], [1] * 3, [1] * 3, [0] * 2, [0] * 3)
     with pytest.raises(ValueError, match="not there"):
-        rotor.replay(chain, [Action(Kind.SAVE, 1)])
+        replay(chain, [Action(Kind.SAVE, 1)])
     forward = [Action(Kind.SKIP, 0), Action(Kind.CHECKPOINT, 1), Action(Kind.LOSS, 2)]
     with pytest.raises(ValueError, match="lacks"):
-        rotor.replay(chain, [*forward, Action(Kind.BACKWARD, 1)])
+        replay(chain, [*forward, Action(Kind.BACKWARD, 1)])
     with pytest.raises(ValueError, match="does not reach"):
-        rotor.replay(chain, [Action(Kind.SAVE, 0)])
+        replay(chain, [Action(Kind.SAVE, 0)])
 
 
 @pytest.mark.parametrize("name", ["a", "f_tmp"])

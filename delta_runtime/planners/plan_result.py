@@ -1,0 +1,141 @@
+"""What every planner returns for a recorded step, with the judge's word on it.
+
+Covers the result, and the search for a plan that uses the budget where a planner's own account is coarser than the
+judge's. Does not cover any planner.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from delta_runtime.core.plan import Plan
+from delta_runtime.core.step_graph import StepGraph
+from delta_runtime.core.transfer import Links
+from delta_runtime.planners.validate import Verdict, validate
+
+_TURNS = 6
+_NEAR = 0.995  # of the budget: a plan that holds so much uses it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanResult:
+    """A plan, or that there is none.
+
+    Args:
+        plan: that the judge found to fit; None where the planner has none.
+        peak_bytes: highest live bytes of the step under it, by the judge; 0 without a plan.
+        seconds: that it takes on top of the ordinary step, by the judge: rebuilding and stalls; inf without a plan.
+        bound_s: no plan of the planner's own model takes less on top; None where that was not shown.
+        solver_s: seconds that planning took.
+        least_budget_bytes: without a plan, the least budget for which this planner is known to have one; else None.
+        fallback: name of the planner whose plan it is, where it is not this one's own.
+    """
+
+    plan: Plan | None
+    peak_bytes: int
+    seconds: float
+    bound_s: float | None
+    solver_s: float
+    least_budget_bytes: int | None = None
+    fallback: str = ""
+
+    @property
+    def feasible(self) -> bool:
+        """Whether there is a plan."""
+        return self.plan is not None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Judged:
+    """A plan with what the judge says of it."""
+
+    plan: Plan
+    verdict: Verdict
+
+    @property
+    def seconds(self) -> float:
+        """Seconds on top of the ordinary step."""
+        return self.verdict.rebuild_s + self.verdict.stall_s
+
+
+def judged(plan: Plan, graph: StepGraph, links: Links | None = None) -> Judged:
+    """Have a plan judged, and write into it what the judge expects."""
+    verdict = validate(plan, graph, links)
+    told = replace(
+        plan,
+        predicted_seconds=verdict.rebuild_s + verdict.stall_s,
+        predicted_peak_bytes=verdict.peak_bytes,
+    )
+    return Judged(told, verdict)
+
+
+def result_of(
+    found: Judged | None,
+    budget_bytes: int,
+    begin_s: float,
+    *,
+    bound_s: float | None = None,
+    fallback: str = "",
+) -> PlanResult:
+    """Return the result that a judged plan makes: itself where it fits, else what it would need.
+
+    Args:
+        found: the plan; None where the planner has none at all.
+        budget_bytes: what may be live at any moment.
+        begin_s: when planning began, by `time.perf_counter`.
+        bound_s, fallback: see `PlanResult`.
+    """
+    solver_s = time.perf_counter() - begin_s
+    if found is None:
+        return PlanResult(None, 0, float("inf"), bound_s, solver_s)
+    peak_bytes = found.verdict.peak_bytes
+    if peak_bytes > budget_bytes:
+        return PlanResult(None, 0, float("inf"), bound_s, solver_s, least_budget_bytes=peak_bytes)
+    return PlanResult(found.plan, peak_bytes, found.seconds, bound_s, solver_s, fallback=fallback)
+
+
+def fit(
+    graph: StepGraph,
+    budget_bytes: int,
+    at: Callable[[float], Plan | None],
+    smallest: Callable[[], Plan | None],
+    *,
+    turns: int = _TURNS,
+    bound_s: Callable[[], float | None] = lambda: None,
+) -> PlanResult:
+    """Find the fastest plan that fits among those that a planner makes for different amounts of memory.
+
+    A planner's own account may be coarser than the judge's. It is asked for the budget, then for more as long as what
+    comes of it fits, or for less as long as it does not.
+
+    Args:
+        graph: the recorded step.
+        budget_bytes: what may be live at any moment, by the judge.
+        at: the planner: its plan for an amount of memory by its own account; None where it has none.
+        smallest: its plan that holds the least; None where it has none at all.
+        turns: how often the planner is asked at the most.
+        bound_s: tells the bound afterwards; see `PlanResult`.
+    """
+    begin = time.perf_counter()
+    best: Judged | None = None
+    low, high, asked = 0.0, 2.0 * max(graph.peak_bytes, budget_bytes), float(budget_bytes)
+    for _ in range(turns):
+        plan = at(asked)
+        found = judged(plan, graph) if plan is not None else None
+        fits = found is None or found.verdict.peak_bytes <= budget_bytes
+        if found is not None and fits and (best is None or found.seconds < best.seconds):
+            best = found
+        if found is not None and _NEAR * budget_bytes <= found.verdict.peak_bytes <= budget_bytes:
+            break
+        if fits:
+            low = asked
+        else:
+            high = asked
+        over = budget_bytes / found.verdict.peak_bytes if found is not None else 1.25
+        asked = asked * over if low < asked * over < high else (low + high) / 2
+    if best is None:
+        plan = smallest()
+        best = judged(plan, graph) if plan is not None else None
+    return result_of(best, budget_bytes, begin, bound_s=bound_s())

@@ -1,0 +1,85 @@
+"""Tells which saved values are there at which op as a `Plan`.
+
+Covers the form alone. Every exact planner says in its own words what is there when; this is where the words meet.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from delta_runtime.core.events import Exit
+from delta_runtime.core.plan import Interval, Plan
+from delta_runtime.core.recipes import Recipes, recipes_of
+from delta_runtime.core.step_graph import Floats, Ints, Mask, StepGraph
+from delta_runtime.planners.greedy_drops import GreedyCover
+
+
+class Presence:
+    """When each saved value of a graph may be away, has to be there, and is let go of.
+
+    Args:
+        graph: the recorded or contracted step.
+        recipes: of `graph`; made where None is given.
+    """
+
+    def __init__(self, graph: StepGraph, recipes: Recipes | None = None) -> None:
+        self.graph = graph
+        self.recipes = recipes or recipes_of(graph)
+        cover = GreedyCover(graph, 0, self.recipes)
+        self.made: Ints = graph.value_op[graph.saved]
+        """Op that makes each value."""
+        self.leaves: Ints = np.minimum(cover.begin, graph.n_ops)
+        """Op before which each may leave first: forward lets go of it."""
+        self.gone: Ints = np.searchsorted(graph.op_tick, graph.released_at, side="right")
+        """First op at whose begin the program does not hold it any more."""
+        self.asked: list[set[int]] = asked_ops(graph)
+        """Ops behind which each is asked for."""
+
+    def plan(self, there: Mask) -> Plan:
+        """Return the plan under which values are there at these ops, and dropped in between.
+
+        Args:
+            there: for each op and each saved value whether it is on the device, (ops, saved values). Where it has to
+                be it is in any case, and what cannot be dropped stays.
+        """
+        graph = self.graph
+        tick = [*graph.op_tick.tolist(), graph.ticks]
+        intervals: list[list[Interval]] = [[] for _ in range(graph.n_values)]
+        for row, value in enumerate(graph.saved.tolist()):
+            if self.recipes.possible[row]:
+                intervals[value] = self._intervals(there[:, row].copy(), row, tick)
+            else:
+                intervals[value] = [Interval(tick[int(self.made[row])], graph.ticks)]
+        return Plan.of(
+            intervals, weights=self.weights(), predicted_seconds=0.0, predicted_peak_bytes=0
+        )
+
+    def _intervals(self, present: Mask, row: int, tick: list[int]) -> list[Interval]:
+        present[: self.made[row]] = False
+        present[self.made[row] : self.leaves[row]] = True
+        present[sorted(self.asked[row])] = True
+        present[self.gone[row] :] = False
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], present, [False]])))
+        found = []
+        for begin, end in edges.reshape(-1, 2).tolist():
+            stays = end >= self.gone[row]
+            until = self.graph.ticks if stays else tick[end]
+            found.append(Interval(tick[begin], until, Exit.STAYS if stays else Exit.DROP))
+        return found
+
+    def weights(self) -> Floats:
+        """Return for each value of the graph the seconds that a byte of it costs; inf for what is not saved."""
+        graph = self.graph
+        seconds = [float(graph.rerun_seconds[ops].sum()) for ops in self.recipes.ops]
+        weights = np.full(graph.n_values, np.inf)
+        weights[graph.saved] = np.array(seconds) / np.maximum(graph.saved_bytes, 1)
+        return weights
+
+
+def asked_ops(graph: StepGraph) -> list[set[int]]:
+    """Return the ops behind which each saved value is asked for: an unpack between two ops counts to the first."""
+    op = np.maximum(np.searchsorted(graph.op_tick, graph.uses, side="right") - 1, 0)
+    offsets = graph.use_offsets.tolist()
+    return [
+        set(op[begin:end].tolist()) for begin, end in zip(offsets[:-1], offsets[1:], strict=True)
+    ]

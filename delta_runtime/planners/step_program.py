@@ -1,0 +1,281 @@
+"""Checkmate's program for a recorded step: what is there at each op, and what runs again in front of it.
+
+The same variables as in `checkmate`, on what a runtime can choose: forward runs once, in its order, and holds what it
+holds; backward asks for saved values, and before each of its ops any of them may be rebuilt. What the step holds beside
+saved values is a number for each op. The account is that of the judge of plans (`validate`), so that a whole solution
+costs and holds what the judge says.
+
+Covers drops, exactly and by its linear relaxation, on graphs small enough for the solver (`contraction`). Does not
+cover copies.
+
+Note: the program
+  x[t, i]: value i is on the device during op t. r[t, i]: it is rebuilt behind op t (there, by the judge's account,
+  during t). p[t, i]: it is rebuilt in passing only. F[t, i, k]: in passing, it goes once k was made.
+  1. x is 1 from the op that makes a value until forward lets go of it, and at each op behind which it is asked for.
+  2. Nothing comes from nowhere: x[t, i] <= x[t-1, i] + r[t, i].
+  3. What is rebuilt finds what it starts from: r[t, i] <= x[t, j] + r[t, j] for each j that it is rebuilt from.
+  4. Memory: what the step holds beside + sum of bytes * x <= budget.
+  5. A rebuild holds more for a moment: p[t, i] >= r[t, i] - x[t, i]; each of the values that are made one after the
+     other, with its workspace, beside those in passing that were made before and have not gone. As much of it as the
+     next op asks for anyway is not charged.
+  6. What goes went once, when its reader ran: F[t, i, k] <= r[t, k], their sum <= p[t, i]; and no later reader runs:
+     sum of F[t, i, k'] for k' < k, + r[t, k] <= 1.
+  Cost: the seconds of all r.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from delta_runtime.core.plan import Plan
+from delta_runtime.core.recipes import Recipes, recipes_of
+from delta_runtime.core.step_graph import Floats, StepGraph
+from delta_runtime.planners.contraction import workspaces_of
+from delta_runtime.planners.linear_program import TOLERANCE, LinearProgram
+from delta_runtime.planners.plan_result import judged
+from delta_runtime.planners.presence import Presence
+
+_THRESHOLDS = tuple(round(0.1 * each, 1) for each in range(1, 10))
+_ONE, _ZERO = -1, -2  # in place of a column: a constant
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the solver made of a step.
+
+    Args:
+        plan: the best plan found; None where there was none.
+        bound_s: no plan that drops rebuilds for fewer seconds; None where that was not shown.
+        impossible: it was shown that no plan fits.
+    """
+
+    plan: Plan | None
+    bound_s: float | None
+    impossible: bool
+
+
+class StepProgram:
+    """The program of the Note for one graph and one budget.
+
+    Args:
+        graph: the step; contracted, if it has more than some tens of saved values.
+        budget_bytes: what may be live at any moment.
+    """
+
+    def __init__(self, graph: StepGraph, budget_bytes: float) -> None:
+        self.graph, self.budget_bytes = graph, float(budget_bytes)
+        self.recipes: Recipes = recipes_of(graph)
+        self.presence = Presence(graph, self.recipes)
+        self.leaves = self.presence.leaves.tolist()
+        self.made = self.presence.made.tolist()
+        self.gone = self.presence.gone.tolist()
+        self.asked = self.presence.asked
+        self.rows = np.flatnonzero(self.recipes.possible).tolist()
+        self.rows.sort(key=lambda row: int(graph.saved[row]))
+        self.bytes = graph.saved_bytes.astype(np.float64)
+        self.seconds = [float(graph.rerun_seconds[ops].sum()) for ops in self.recipes.ops]
+        self.workspace = workspaces_of(graph, self.recipes)
+        self.beside = self._held_beside()
+        self.program = LinearProgram()
+        self.first = min((op for row in self.rows for op in self.asked[row]), default=graph.n_ops)
+        self.last = self._last_needed()
+        self.there: dict[tuple[int, int], int] = {}
+        self.reruns: dict[tuple[int, int], int] = {}
+        for op in range(graph.n_ops):
+            self._columns(op)
+        for op in range(graph.n_ops):
+            self._rows(op)
+
+    def _held_beside(self) -> Floats:
+        """Return live bytes at each op without any of the values that may be dropped."""
+        graph = self.graph
+        beside = (graph.op_ordinary_bytes + graph.op_watermark_bytes).astype(np.float64)
+        for row in self.rows:
+            beside[self.made[row] : self.gone[row]] -= self.bytes[row]
+        return beside
+
+    def _last_needed(self) -> dict[int, int]:
+        """Return the last op behind which each value is rebuilt for itself or for another, if it is at all."""
+        last = {row: max(self.asked[row], default=-1) for row in self.rows}
+        for row in reversed(self.rows):
+            for parent in self.recipes.parents[row].tolist():
+                if parent in last:
+                    last[parent] = max(last[parent], last[row])
+        return last
+
+    def _columns(self, op: int) -> None:
+        for row in self.rows:
+            if not self.made[row] <= op < self.gone[row]:
+                continue
+            fixed = op < self.leaves[row] or op in self.asked[row]
+            self.there[op, row] = _ONE if fixed else self.program.column(0.0, 0.0, 1.0, whole=True)
+        if op < self.first:
+            return
+        for row in self.rows:
+            if self.leaves[row] <= op <= self.last[row]:
+                self.reruns[op, row] = self.program.column(self.seconds[row], 0.0, 1.0, whole=True)
+
+    def _is_there(self, op: int, row: int) -> int:
+        return self.there.get((op, row), _ZERO)
+
+    def _sum(self, terms: list[tuple[int, float]], lower: float, upper: float) -> None:
+        """Add a row in which constants may stand for columns."""
+        constant = sum(factor for column, factor in terms if column == _ONE)
+        columns = [(column, factor) for column, factor in terms if column >= 0]
+        if columns:
+            self.program.row(columns, lower - constant, upper - constant)
+        elif not lower - 1e-9 <= constant <= upper + 1e-9:
+            never = self.program.column(0.0, 0.0, 0.0)
+            self.program.row([(never, 1.0)], 1.0, 1.0)  # there is no solution
+
+    def _rows(self, op: int) -> None:
+        for row in self.rows:
+            column = self._is_there(op, row)
+            if column != _ZERO and op >= self.leaves[row]:  # rule 2
+                before = self._is_there(op - 1, row) if op > self.made[row] else _ONE
+                rerun = self.reruns.get((op, row), _ZERO)
+                self._sum([(column, 1.0), (before, -1.0), (rerun, -1.0)], -np.inf, 0.0)
+        resident = [
+            (self._is_there(op, row), self.bytes[row] / self.budget_bytes) for row in self.rows
+        ]
+        room = (self.budget_bytes - self.beside[op]) / self.budget_bytes
+        self._sum(resident, -np.inf, room)  # rule 4
+        again = [row for row in self.rows if (op, row) in self.reruns]
+        for row in again:  # rule 3
+            for parent in self.recipes.parents[row].tolist():
+                if parent in self.last:
+                    self._sum(
+                        [
+                            (self.reruns[op, row], 1.0),
+                            (self._is_there(op, parent), -1.0),
+                            (self.reruns.get((op, parent), _ZERO), -1.0),
+                        ],
+                        -np.inf,
+                        0.0,
+                    )
+        self._passing(op, again, resident, room)
+
+    def _passing(
+        self, op: int, again: list[int], resident: list[tuple[int, float]], room: float
+    ) -> None:
+        """Rules 5 and 6."""
+        graph, unit = self.graph, self.budget_bytes
+        room += float(graph.op_watermark_bytes[min(op + 1, graph.n_ops - 1)]) / unit
+        readers: dict[int, list[int]] = {}
+        for row in again:
+            for parent in self.recipes.parents[row].tolist():
+                readers.setdefault(parent, []).append(row)
+        passing: dict[int, int] = {}
+        goes: dict[int, list[tuple[int, int]]] = {}  # by the reader: (value, F)
+        for row in again:
+            if not readers.get(row):
+                continue
+            here = self.reruns[op, row]
+            there = self._is_there(op, row)
+            if there == _ONE:
+                continue
+            passing[row] = self.program.column(0.0, 0.0, 1.0)
+            self._sum([(here, 1.0), (there, -1.0), (passing[row], -1.0)], -np.inf, 0.0)
+            earlier: list[tuple[int, float]] = []
+            for reader in readers[row]:
+                if earlier:
+                    self._sum([*earlier, (self.reruns[op, reader], 1.0)], -np.inf, 1.0)
+                column = self.program.column(0.0, 0.0, 1.0)
+                self._sum([(column, 1.0), (self.reruns[op, reader], -1.0)], -np.inf, 0.0)
+                earlier.append((column, 1.0))
+                goes.setdefault(reader, []).append((row, column))
+            self._sum([*earlier, (passing[row], -1.0)], -np.inf, 0.0)
+        held: int | None = None  # in passing, before a value is made
+        for row in again:
+            before = [] if held is None else [(held, 1.0)]
+            workspace = self.workspace[row] / unit
+            if workspace > 0:
+                self._sum([*resident, *before, (self.reruns[op, row], workspace)], -np.inf, room)
+            if row in passing:
+                size = self.bytes[row] / unit
+                self._sum([*resident, *before, (passing[row], size)], -np.inf, room)
+                before.append((passing[row], size))
+            before += [(column, -self.bytes[gone] / unit) for gone, column in goes.get(row, ())]
+            if before:
+                held = self.program.column(0.0, 0.0, np.inf)
+                self._sum([(held, -1.0), *before], -np.inf, 0.0)
+
+    def fastest(self, time_limit_s: float, gap: float) -> Outcome:
+        """Return the plan with the fewest seconds of rebuilding: by rounding first, then exactly.
+
+        Args:
+            time_limit_s: after so long the best plan so far counts.
+            gap: stop where its seconds are within this share of the bound.
+
+        Raises:
+            SolverFailed: see `LinearProgram.solve`.
+        """
+        begin = time.monotonic()
+        rounded = self.rounded()
+        if rounded.impossible:
+            return rounded
+        best = rounded.plan
+        if best is not None:
+            # What is dearer is not looked for. The solver may pass a row by its tolerance, and so may this one.
+            most_s = best.predicted_seconds * (1 + TOLERANCE)
+            if rounded.bound_s is not None and most_s * (1 - gap) <= rounded.bound_s:
+                return rounded
+            terms = [(column, self.seconds[row]) for (_, row), column in self.reruns.items()]
+            self.program.row(terms, 0.0, most_s)
+        left_s = max(time_limit_s - (time.monotonic() - begin), 0.0)
+        answer = self.program.solve(time_limit_s=left_s, gap=gap)
+        bound_s = max(
+            (each for each in (answer.bound, rounded.bound_s) if each is not None), default=None
+        )
+        if answer.x is not None:
+            found = self._judged(self.presence.plan(self._there(answer.x) > 0.5))
+            if found is not None and (
+                best is None or found.predicted_seconds < best.predicted_seconds
+            ):
+                best = found
+        return Outcome(best, bound_s, answer.impossible and best is None)
+
+    def rounded(self) -> Outcome:
+        """Return the best plan from rounding the relaxation at nine thresholds, and the bound that the relaxation is.
+
+        Raises:
+            SolverFailed: see `LinearProgram.solve`.
+        """
+        there, bound_s = self.relaxation()
+        if there is None:
+            return Outcome(None, None, impossible=True)
+        plans = (self._judged(self.presence.plan(there >= threshold)) for threshold in _THRESHOLDS)
+        fitting = [each for each in plans if each is not None]
+        best = min(fitting, key=lambda plan: plan.predicted_seconds, default=None)
+        return Outcome(best, bound_s, impossible=False)
+
+    def smallest(self) -> Plan:
+        """Return the plan under which values are there only when they are asked for."""
+        shape = (self.graph.n_ops, len(self.graph.saved))
+        return self.presence.plan(np.zeros(shape, bool))
+
+    def _judged(self, plan: Plan) -> Plan | None:
+        """Return a plan with what the judge says of it; None where it does not fit."""
+        told = judged(plan, self.graph).plan
+        return told if told.predicted_peak_bytes <= self.budget_bytes else None
+
+    def relaxation(self) -> tuple[Floats | None, float | None]:
+        """Solve with fractions.
+
+        Returns:
+            How much of each value is there at each op, (ops, saved values), and the seconds; None for both where
+            there is no solution.
+        """
+        answer = self.program.solve(relaxed=True)
+        if answer.x is None:
+            return None, None
+        return self._there(answer.x), answer.cost
+
+    def _there(self, x: Floats) -> Floats:
+        found = np.zeros((self.graph.n_ops, len(self.graph.saved)))
+        for (op, row), column in self.there.items():
+            found[op, row] = 1.0 if column == _ONE else x[column]
+        return found
