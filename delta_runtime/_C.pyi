@@ -35,7 +35,8 @@ class Plan:
     """A plan as the session carries it out; csrc/state/plan.h. Columns as of `delta_runtime.core.plan.Plan`.
 
     Raises:
-        ValueError: the columns do not fit each other, or a value leaves more than once.
+        ValueError: the columns do not fit each other, or the plan cannot be carried out: its intervals are out
+            of order, or it is not carried out as written and a value leaves more than once.
     """
 
     def __init__(
@@ -47,8 +48,11 @@ class Plan:
         uses: Column,
         interval_offsets: Column,
         dropped_twice: Column,
+        begins: Column,
+        ends: Column,
         exits: Column,
         copy_back_at: Column,
+        as_written: bool = False,
     ) -> None: ...
 
 class Counters:
@@ -100,6 +104,8 @@ class Counters:
     pumps: int
     plan_hits: int
     plan_misses: int
+    plan_actions: int
+    plan_overdue: int
     exposed_bytes: int
     begin_bytes: int
     stuck_bytes: int

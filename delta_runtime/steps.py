@@ -223,8 +223,9 @@ class Steps:
             self._session.judge(later=True)
         if self._session.packs() == self.totals.packs:
             return
-        counters, levels = self._session.counters(), self._session.levels()
+        levels = self._session.levels()
         self._session.end_step()
+        counters = self._session.counters()
         seconds = time.perf_counter() - self.begin_s
         self.planning.trained(seconds)
         self.pump.drain()

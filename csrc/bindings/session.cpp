@@ -114,6 +114,8 @@ void bind_counters(py::module_& m) {
       .def_readonly("pumps", &Counters::pumps)
       .def_readonly("plan_hits", &Counters::plan_hits)
       .def_readonly("plan_misses", &Counters::plan_misses)
+      .def_readonly("plan_actions", &Counters::plan_actions)
+      .def_readonly("plan_overdue", &Counters::plan_overdue)
       .def_readonly("exposed_bytes", &Counters::exposed_bytes)
       .def_readonly("begin_bytes", &Counters::begin_bytes)
       .def_readonly("stuck_bytes", &Counters::stuck_bytes)
@@ -314,7 +316,8 @@ void bind_plan(py::module_& m) {
       py::init([](const py::buffer& fingerprints, const py::buffer& weights,
                   const py::buffer& use_offsets, const py::buffer& uses,
                   const py::buffer& interval_offsets, const py::buffer& dropped_twice,
-                  const py::buffer& exits, const py::buffer& copy_back_at) {
+                  const py::buffer& begins, const py::buffer& ends, const py::buffer& exits,
+                  const py::buffer& copy_back_at, bool as_written) {
         auto plan = std::make_shared<Plan>();
         plan->fingerprint = rows_from<uint64_t>(fingerprints);
         plan->weight = rows_from<double>(weights);
@@ -322,14 +325,18 @@ void bind_plan(py::module_& m) {
         plan->uses = rows_from<int64_t>(uses);
         plan->interval_offsets = rows_from<int64_t>(interval_offsets);
         plan->dropped_twice = rows_from<int8_t>(dropped_twice);
+        plan->begin = rows_from<int64_t>(begins);
+        plan->end = rows_from<int64_t>(ends);
         plan->exit = rows_from<int64_t>(exits);
         plan->copy_back_at = rows_from<int64_t>(copy_back_at);
+        plan->as_written = as_written;
         plan->check();
+        plan->sort();
         return plan;
       }),
       py::kw_only(), py::arg("fingerprints"), py::arg("weights"), py::arg("use_offsets"),
-      py::arg("uses"), py::arg("interval_offsets"), py::arg("dropped_twice"), py::arg("exits"),
-      py::arg("copy_back_at"));
+      py::arg("uses"), py::arg("interval_offsets"), py::arg("dropped_twice"), py::arg("begins"),
+      py::arg("ends"), py::arg("exits"), py::arg("copy_back_at"), py::arg("as_written") = false);
 }
 
 }  // namespace delta

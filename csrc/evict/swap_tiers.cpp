@@ -316,9 +316,19 @@ bool SwapTiers::reap() {
 // ---------------------------------------------------------------- in
 
 // Whether the plan of this very step says when the page comes back. Evicted a second time, or in a
-// later step, it does not.
+// later step, it does not, unless the plan is carried out as written: then it said so when the page
+// left.
 bool SwapTiers::is_timed(const Page& page) const {
-  return page.below.prefetch_at >= now_.begin_tick && page.frees <= 1;
+  return page.below.prefetch_at >= now_.begin_tick && (page.frees <= 1 || plans_.as_written());
+}
+
+void SwapTiers::time_return(Page& page, int64_t tick) {
+  page.below.prefetch_at = tick;
+  if (page.residency() == Residency::Swapped) {
+    swapped_.erase({page.below.order, page.id});
+    page.below.order = return_order(page);
+    swapped_.emplace(page.below.order, page.id);
+  }
 }
 
 // When a page is to come back, relative to others: by the plan, and of two that it has come back at
@@ -340,7 +350,8 @@ std::vector<c10::intrusive_ptr<Page>> SwapTiers::wanted_back(int64_t room_bytes)
   for (const auto& [order, id] : swapped_) {
     Page& page = *pages_.managed(id);
     const size_t tier = page.below.copy->tier;
-    if (now_.phase == Phase::Forward || busy + 1 == size_t{1} << tiers_.size()) {
+    const bool as_written = plans_.as_written() && is_timed(page);
+    if ((now_.phase == Phase::Forward && !as_written) || busy + 1 == size_t{1} << tiers_.size()) {
       break;
     }
     if ((busy >> tier & 1) != 0) {
@@ -393,6 +404,10 @@ void SwapTiers::submit_in(Page& page, c10::Storage storage, const TransferPtr& t
   page.below.prefetched = prefetch;
   page.below.incoming = transfer;
   swapped_.erase({page.below.order, page.id});
+  if (plans_.as_written()) {  // one copy back for each time that it leaves
+    counters_.plan_actions += prefetch && is_timed(page) ? 1 : 0;
+    page.below.prefetch_at = -1;
+  }
   levels_.swapped_now_bytes -= page.bytes;
   levels_.swapping_in_bytes += page.bytes;
   tier.flying_in.push_back(transfer);

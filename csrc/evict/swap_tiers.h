@@ -67,6 +67,7 @@ class SwapTiers : public Part {
   std::vector<c10::intrusive_ptr<Page>> some_swapped(const std::function<bool()>& chosen);
   void submit_in(Page& page, c10::Storage storage, const TransferPtr& transfer, bool prefetch);
   void finish_in(Page& page);
+  void time_return(Page& page, int64_t tick);  // it is to come back then; -1: nobody says when
   void release(Page& page);  // its last ticket is gone while it is not on the device
   // What the stream that is current does next with the page comes after whatever brought it here.
   void order_after_arrival(Page& page, const c10::Storage& storage) const;

@@ -51,7 +51,8 @@ bool any_needs_grad(c10::ArrayRef<const c10::IValue> inputs) {
 
 OpObserver::OpObserver(SessionState& state, Sources& sources, OutsideMemory& outside,
                        TensorPages& tensors, PlanTable& plans, SwapTiers& tiers, Eviction& eviction,
-                       SwapIn& swap_in, StressEviction& stress, SavedTensors& saved, StepLog& log)
+                       SwapIn& swap_in, StressEviction& stress, PlanActions& plan_actions,
+                       SavedTensors& saved, StepLog& log)
     : Part(state),
       sources_(sources),
       outside_(outside),
@@ -61,6 +62,7 @@ OpObserver::OpObserver(SessionState& state, Sources& sources, OutsideMemory& out
       eviction_(eviction),
       swap_in_(swap_in),
       stress_(stress),
+      plan_actions_(plan_actions),
       saved_(saved),
       log_(log),
       stranger_draws_before_(stranger_draws().from_default()) {}
@@ -92,6 +94,9 @@ void OpObserver::begin(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
   }
   const bool taping = taping_ && (!in_backward || grads);
   note_phase(in_backward);
+  if (plans_.as_written()) {
+    plan_actions_.after_op();
+  }
   ++now_.tick;
   ++counters_.ops;
 
@@ -194,15 +199,20 @@ OpObserver::Facts OpObserver::facts_for(OpenOp& open, uint64_t signature) {
   return facts_[open.facts];
 }
 
-// Makes room for the op, and keeps the lanes busy. Lets go of the lock meanwhile.
+// Carries out what a plan says, makes room for the op, and keeps the lanes busy. Lets go of the
+// lock meanwhile.
 void OpObserver::at_boundary(int64_t need_bytes, Guard& guard) {
   const bool tight =
       options_.budget_bytes > 0 && account_.live_bytes() + need_bytes > account_.limit_bytes();
   const bool stressed = options_.stress != Stress::None;
-  if (!tight && tiers_.none() && !stressed) {
+  const bool as_written = plans_.as_written();
+  if (!tight && tiers_.none() && !stressed && !as_written) {
     return;
   }
   guard.unlock();
+  if (as_written) {
+    plan_actions_.before_op();
+  }
   if (!tiers_.none()) {
     swap_in_.tend_lanes(need_bytes);
   }

@@ -6,6 +6,7 @@
 
 #include "evict/stress.h"
 #include "observe/saved_tensors.h"
+#include "rebuild/plan_actions.h"
 
 namespace delta {
 
@@ -14,7 +15,7 @@ class OpObserver : public Part {
  public:
   OpObserver(SessionState& state, Sources& sources, OutsideMemory& outside, TensorPages& tensors,
              PlanTable& plans, SwapTiers& tiers, Eviction& eviction, SwapIn& swap_in,
-             StressEviction& stress, SavedTensors& saved, StepLog& log);
+             StressEviction& stress, PlanActions& plan_actions, SavedTensors& saved, StepLog& log);
 
   void begin(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::IValue> inputs);
   void end(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs);
@@ -69,6 +70,7 @@ class OpObserver : public Part {
   Eviction& eviction_;
   SwapIn& swap_in_;
   StressEviction& stress_;
+  PlanActions& plan_actions_;
   SavedTensors& saved_;
   StepLog& log_;
   std::vector<Facts> facts_;

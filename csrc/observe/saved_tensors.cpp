@@ -267,6 +267,10 @@ at::Tensor SavedTensors::unpack(Ticket& ticket) {
     return there;
   }
   Page& page = *ticket.page;
+  if (plans_.as_written()) {
+    Guard guard(lock_);
+    plans_.note_asked(page);
+  }
   // The storage that rebuild returns pins the page until the view over it exists.
   c10::Storage storage = replay_.rebuild(page);
   if (on_device_.exists() && !entered_) {  // nobody judges it later

@@ -203,7 +203,7 @@ c10::Storage Replay::execute(Rerun& rerun, Value& root, bool installs, bool give
     if (inspect) {
       inspect(*op, made);
     }
-    take_outputs(rerun, *op, made, installs, seconds);
+    take_outputs(rerun, *op, root, made, installs, seconds);
     on_device_.hash_returned();
   }
   {
@@ -222,8 +222,8 @@ c10::Storage Replay::execute(Rerun& rerun, Value& root, bool installs, bool give
 }
 
 // What one op of the rerun has made goes to the pages and to the ops that need it; the rest goes.
-void Replay::take_outputs(Rerun& rerun, const OpRecord& op, std::vector<c10::Storage>& made,
-                          bool installs, double seconds) {
+void Replay::take_outputs(Rerun& rerun, const OpRecord& op, const Value& root,
+                          std::vector<c10::Storage>& made, bool installs, double seconds) {
   Guard guard(lock_);
   ++counters_.replayed_ops;
   rerun.ran.insert(&op);
@@ -249,7 +249,8 @@ void Replay::take_outputs(Rerun& rerun, const OpRecord& op, std::vector<c10::Sto
       continue;
     }
     if (installs && value->home != nullptr && value->home->tickets > 0 &&
-        value->home->residency() == Residency::Dropped) {
+        value->home->residency() == Residency::Dropped &&
+        (value == &root || plans_.keeps(*value))) {
       install(rerun, *value->home, made[i], seconds);
     }
     auto slot = rerun.slots.find(value);
@@ -333,12 +334,24 @@ struct Replay::Attempt {
   c10::intrusive_ptr<Value> root;
   c10::Storage result;
   bool without_shortcuts = false;
+  bool early = false;         // nobody waits for it
   bool from_scratch = false;  // with all that the rerun would start from dropped too
   bool any_dropped = true;
 };
 
 c10::Storage Replay::rebuild(Page& page) {
   Attempt attempt;
+  return rebuild(page, attempt);
+}
+
+bool Replay::rebuild_early(Page& page) {
+  Attempt attempt;
+  attempt.early = true;
+  return static_cast<bool>(rebuild(page, attempt));
+}
+
+// Empty: an early one, for which there is no room, or that has no ticket any more.
+c10::Storage Replay::rebuild(Page& page, Attempt& attempt) {
   for (;;) {
     if (c10::Storage storage = swap_in_.bring_back(page)) {
       discard(attempt.rerun, &attempt.root);
@@ -351,6 +364,10 @@ c10::Storage Replay::rebuild(Page& page) {
         return attempt.result;
       }
     } catch (const ShortOfRoom&) {
+      if (attempt.early) {
+        discard(attempt.rerun, &attempt.root);
+        return {};
+      }
       discard(attempt.rerun);
       attempt.from_scratch = true;
     } catch (const Different& different) {
@@ -396,7 +413,7 @@ bool Replay::run_once(Page& page, Attempt& attempt) {
                      [](const auto& a, const auto& b) { return a->tick < b->tick; });
   }
   const int64_t limit = account_.limit_bytes();
-  const bool gives_up = !attempt.from_scratch && !now_.hopeless;
+  const bool gives_up = attempt.early || (!attempt.from_scratch && !now_.hopeless);
   execute(rerun, *attempt.root, /*installs=*/true, gives_up);
   now_.hopeless |= attempt.from_scratch && account_.limit_bytes() > limit;
   attempt.result = rerun.slots.at(attempt.root.get()).storage;

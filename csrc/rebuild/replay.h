@@ -5,7 +5,8 @@
 //     resident pages, storages that live for other reasons, anchored sources. Holding their
 //     storages pins them.
 //  2. Each op of the rerun runs once. What it makes and what has tickets is installed in its page,
-//     the rest goes after its last use in the rerun.
+//     the rest goes after its last use in the rerun. Under a plan that is carried out as written
+//     only what it keeps at this tick is installed, and what was asked for.
 //  3. Ops run below autograd and without autocast, with the random numbers, flags, thread count,
 //     default dtype and grad mode that they were recorded with (random_state.h, numeric_context.h);
 //     all of that is put back afterwards, also when an op throws.
@@ -42,6 +43,9 @@ class Replay : public Part {
 
   // Returns the storage of the page, which pins it, however its bytes come back.
   c10::Storage rebuild(Page& page);
+  // Makes a dropped page again that nobody asks for yet. False: not without passing the budget, or
+  // it is not to be made any more. Throws what `rebuild` does; then it is as it was.
+  bool rebuild_early(Page& page);
   // Makes the value of a resident page again and compares, bit by bit, it and whatever else is
   // there of what uncertain ops made on the way. A verdict is for one output of one op; one failure
   // is for good.
@@ -59,12 +63,13 @@ class Replay : public Part {
   void install(Rerun& rerun, Page& page, const c10::Storage& storage, double seconds);
   c10::Storage execute(Rerun& rerun, Value& root, bool installs, bool gives_up,
                        const Inspect& inspect = nullptr);
-  void take_outputs(Rerun& rerun, const OpRecord& op, std::vector<c10::Storage>& made,
-                    bool installs, double seconds);
+  void take_outputs(Rerun& rerun, const OpRecord& op, const Value& root,
+                    std::vector<c10::Storage>& made, bool installs, double seconds);
   double stalled_s();
   void discard(Rerun& rerun, c10::intrusive_ptr<Value>* root = nullptr);
   bool drop_starts(Rerun& rerun);
   void pin(PagePtrs& pages, Pins& pins);
+  c10::Storage rebuild(Page& page, Attempt& attempt);
   bool run_once(Page& page, Attempt& attempt);
   void give_up(Attempt& attempt, const Page& different);
   void note_audit(const std::vector<Verdict>& verdicts, const Value& root, bool ran, bool equal);

@@ -64,6 +64,8 @@ struct Counters {
   int64_t pumps = 0;
   int64_t plan_hits = 0;
   int64_t plan_misses = 0;
+  int64_t plan_actions = 0;  // of a plan as written: what left, was copied back or rebuilt early
+  int64_t plan_overdue = 0;  // what was to leave, and was there when it was wanted again
   int64_t kept_bytes[static_cast<int>(KeptReason::Count)] = {};
   int64_t exposed_bytes = 0;  // the most that was asked for and could not be freed, in one request
   int64_t begin_bytes = 0;    // live at the first op of this step

@@ -16,10 +16,27 @@ bool fits(const Plan& plan, int64_t key, const Value& value) {
 
 void PlanTable::set_plans(const std::vector<std::shared_ptr<Plan>>& plans) {
   plans_.assign(plans.begin(), plans.end());
-  plan_ = nullptr;
+  choose(nullptr);
 }
 
-void PlanTable::begin_step() { plan_ = plans_.empty() ? nullptr : plans_.front().get(); }
+void PlanTable::begin_step() {
+  diverged_ = false;
+  choose(plans_.empty() ? nullptr : plans_.front().get());
+}
+
+void PlanTable::choose(const Plan* plan) {
+  plan_ = plan;
+  as_written_ = plan != nullptr && plan->as_written && !diverged_;
+  page_of_.assign(as_written_ ? plan->fingerprint.size() : 0, -1);
+  ++generation_;
+}
+
+// From here on in this step values leave when room is needed, as they do without a plan.
+void PlanTable::miss() {
+  ++counters_.plan_misses;
+  diverged_ = true;
+  choose(nullptr);
+}
 
 bool PlanTable::attach(Page& page) {
   const int64_t key = now_.key_of(*page.current);
@@ -28,13 +45,10 @@ bool PlanTable::attach(Page& page) {
   }
   if (plan_ == nullptr || !fits(*plan_, key, *page.current)) {
     const bool first = plan_ == nullptr;
-    plan_ = nullptr;
-    for (auto& plan : plans_) {
-      if (fits(*plan, key, *page.current)) {
-        plan_ = plan.get();
-        break;
-      }
-    }
+    const auto known = std::find_if(plans_.begin(), plans_.end(), [&](const auto& plan) {
+      return fits(*plan, key, *page.current);
+    });
+    choose(known == plans_.end() ? nullptr : known->get());
     if (plan_ != nullptr && !first) {
       // Two steps that begin alike: what was saved so far is in this plan too, and goes by it now.
       for (const auto& [id, other] : pages_.managed()) {
@@ -46,7 +60,7 @@ bool PlanTable::attach(Page& page) {
     }
   }
   if (plan_ == nullptr) {
-    ++counters_.plan_misses;
+    miss();
     return false;
   }
   follow(page);
@@ -55,6 +69,10 @@ bool PlanTable::attach(Page& page) {
 
 void PlanTable::follow(Page& page) {
   const auto row = static_cast<size_t>(page.current->key);
+  if (plan_->as_written) {
+    follow_as_written(page, row);
+    return;
+  }
   const int64_t exit = plan_->exit_of(row);
   page.planned = exit != kStays;
   if (page.planned) {
@@ -64,6 +82,39 @@ void PlanTable::follow(Page& page) {
   page.weight = plan_->weight[row] * (goes ? kPlannedWeight : 1);
   const int64_t at = plan_->copy_back_of(row);
   page.below.prefetch_at = at == kNever ? -1 : at + now_.begin_tick;
+}
+
+// Its weight and its way out are of use where room is short all the same.
+void PlanTable::follow_as_written(Page& page, size_t row) {
+  const int64_t interval = plan_->interval_at(row, position());
+  const int64_t exit = interval < 0 ? kStays : plan_->exit[static_cast<size_t>(interval)];
+  page.planned = exit != kStays;
+  if (page.planned) {
+    page.exit = static_cast<Exit>(exit);
+  }
+  page.weight = plan_->weight[row] * (page.planned ? kPlannedWeight : 1);
+  page.below.prefetch_at = -1;  // until it leaves
+  if (as_written_) {
+    page_of_[row] = page.id;
+  }
+}
+
+Page* PlanTable::page_of(int64_t value) {
+  const int64_t id = page_of_[static_cast<size_t>(value)];
+  Page* page = id < 0 ? nullptr : pages_.managed(id);
+  return page != nullptr && now_.key_of(*page->current) == value ? page : nullptr;
+}
+
+bool PlanTable::keeps(const Value& value) const {
+  const int64_t key = now_.key_of(value);
+  return !as_written_ || !fits(*plan_, key, value) ||
+         plan_->covers(static_cast<size_t>(key), position());
+}
+
+void PlanTable::note_asked(const Page& page) {
+  if (as_written_ && page.residency() != Residency::Resident && !keeps(*page.current)) {
+    miss();  // backward does not go as it went when the step was recorded
+  }
 }
 
 // How a page leaves while no policy has said so: the way that takes less time.

@@ -18,9 +18,22 @@ class PlanTable : public Part {
   void set_plans(const std::vector<std::shared_ptr<Plan>>& plans);  // latest first
   void begin_step();
   bool following() const { return plan_ != nullptr; }  // whether this step goes by one
+  // Whether it is carried out as written, which ends with the first value that it does not know.
+  bool as_written() const { return as_written_; }
   // Gives a page what the plan of this step says of it; false: no plan knows it.
   bool attach(Page& page);
   int64_t next_use_of(Page& page) const;  // a tick; -1: unknown
+
+  // Of a plan that is carried out as written.
+  const Plan& plan() const { return *plan_; }
+  uint64_t generation() const { return generation_; }  // another with each change of plan
+  int64_t position() const { return now_.tick - now_.begin_tick; }
+  Page* page_of(int64_t value);                      // that holds this value now; null: none does
+  void enter_interval(Page& page) { follow(page); }  // that has begun last
+  // Whether what was rebuilt on the way stays; see the Note in rebuild/plan_actions.h.
+  bool keeps(const Value& value) const;
+  // Autograd asks for a page that is away.
+  void note_asked(const Page& page);
 
   // By a policy, where there is no plan. `seconds_in` is what copying the page back takes.
   void set_default_weight(DefaultWeight which) { default_weight_ = which; }
@@ -36,10 +49,17 @@ class PlanTable : public Part {
                const std::vector<int8_t>& exits);
 
  private:
+  void choose(const Plan* plan);
+  void miss();
   void follow(Page& page);
+  void follow_as_written(Page& page, size_t row);
 
   std::vector<std::shared_ptr<const Plan>> plans_;
   const Plan* plan_ = nullptr;  // that this step follows
+  bool as_written_ = false;
+  bool diverged_ = false;         // this step has missed a plan
+  std::vector<int64_t> page_of_;  // ids, by value, under a plan as written; -1: none yet
+  uint64_t generation_ = 0;
   Distance distance_ = Distance::None;
   DefaultWeight default_weight_ = DefaultWeight::SecondsPerByte;
 };

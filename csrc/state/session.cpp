@@ -89,6 +89,7 @@ void Session::begin_step() {
   state.account.begin_step();
   state.counters.stuck_bytes = 0;
   state.counters.stuck_op = "";
+  plan_actions.forget();
   plans.begin_step();
   ops.begin_step();
   log.begin_step();
@@ -99,6 +100,7 @@ void Session::end_step() {
   state.pages.forget_past();
   Guard guard(state.lock);
   tiers.reap();
+  plan_actions.forget();
   state.events.emit(EventKind::Step, nullptr, 0, 0);
 }
 

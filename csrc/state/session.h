@@ -15,6 +15,7 @@
 #include "observe/tensor_pages.h"
 #include "rebuild/device_evidence.h"
 #include "rebuild/evidence.h"
+#include "rebuild/plan_actions.h"
 #include "rebuild/recipes.h"
 #include "rebuild/replay.h"
 #include "state/plan_table.h"
@@ -49,10 +50,11 @@ struct Session : c10::intrusive_ptr_target {
   SwapIn swap_in{state, on_device, tiers, eviction};
   StressEviction stress{state, on_device, tiers, eviction, swap_in};
   Replay replay{state, on_device, evidence, recipes, plans, tiers, eviction, swap_in};
+  PlanActions plan_actions{state, on_device, plans, tiers, eviction, swap_in, replay};
   StepLog log{state};
   SavedTensors saved{state, tensors, on_device, evidence, plans, tiers, replay, log};
-  OpObserver ops{state,    sources, outside, tensors, plans, tiers,
-                 eviction, swap_in, stress,  saved,   log};
+  OpObserver ops{state,    sources, outside, tensors,      plans, tiers,
+                 eviction, swap_in, stress,  plan_actions, saved, log};
 };
 
 void forget_locks();  // in a forked child: whoever held them does not exist there

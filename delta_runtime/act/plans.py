@@ -23,7 +23,8 @@ def follow(session: _C.Session, plans: Iterable[tuple[StepGraph, Plan]]) -> None
         plans: a plan for each known graph, latest first. A step follows the first one that begins as it does.
 
     Raises:
-        ValueError: a plan moves a value more than once, or does not fit its graph; the plans before stay.
+        ValueError: a plan that is not carried out as written moves a value more than once, or a plan does
+            not fit its graph; the plans before stay.
     """
     session.set_plans([_crossing(graph, plan) for graph, plan in plans])
 
@@ -40,6 +41,9 @@ def _crossing(graph: StepGraph, plan: Plan) -> _C.Plan:
         uses=np.concatenate([np.empty(0, np.int64), *uses]),
         dropped_twice=plan.dropped_twice.astype(np.int8),
         interval_offsets=plan.interval_offsets,
+        begins=plan.begins,
+        ends=plan.ends,
         exits=plan.exits,
         copy_back_at=plan.copy_back_at,
+        as_written=plan.as_written,
     )

@@ -1,7 +1,8 @@
 """A plan: when each value of a step graph is on the device, and how it crosses the gaps between.
 
 Covers what every planner says of a step, in one form, and its JSON. Does not cover how a plan is found
-(planners), whether it is right (planners/validate.py), nor how it is carried out (csrc/evict).
+(planners), whether it is right (planners/validate.py), nor how it is carried out (csrc/evict,
+csrc/rebuild/plan_actions.h).
 
 Note: how a plan is read
   1. A value is on the device in its *intervals*. An interval begins at a tick and ends before another.
@@ -13,6 +14,11 @@ Note: how a plan is read
   4. A rebuild runs from the saved values that are there. What is rebuilt on the way and has no interval
      at that tick goes at once.
   5. A gap may be empty: the value leaves, and is back before anything else happens.
+  6. A plan may be carried out *as written*. Then values leave and come back between two ops, at the ticks
+     of their intervals, whether room is needed or not, and may have any number of gaps. Else the plan says
+     what goes first when room is needed: a value leaves then, in the order of the weights, is back when it
+     is asked for, and has one gap at most. In either case more is moved where room is short all the same,
+     and a step that goes another way than the recorded one goes on without its plan.
 """
 
 from __future__ import annotations
@@ -64,6 +70,8 @@ class Plan:
             has no recipes.
         predicted_seconds: seconds that rebuilding and waiting are expected to take.
         predicted_peak_bytes: highest live bytes expected; above the budget where none was found that fits.
+        as_written: whether the intervals are carried out at the ops that they name (rule 6); else they say what
+            leaves first when room is needed.
     """
 
     interval_offsets: Ints
@@ -75,6 +83,7 @@ class Plan:
     dropped_twice: Mask
     predicted_seconds: float
     predicted_peak_bytes: int
+    as_written: bool = False
 
     @classmethod
     def of(
@@ -85,12 +94,13 @@ class Plan:
         predicted_seconds: float,
         predicted_peak_bytes: int,
         dropped_twice: Mask | None = None,
+        as_written: bool = False,
     ) -> Plan:
         """Return a plan with these intervals of each value, in order of the values.
 
         Args:
             intervals: one sequence for each value of the graph.
-            weights, predicted_seconds, predicted_peak_bytes: see the class.
+            weights, predicted_seconds, predicted_peak_bytes, as_written: see the class.
             dropped_twice: see the class; None where nothing is.
         """
         rows = np.array([row for each in intervals for row in each], np.int64).reshape(-1, 4)
@@ -106,6 +116,7 @@ class Plan:
             dropped_twice=np.zeros(len(weights), bool) if dropped_twice is None else dropped_twice,
             predicted_seconds=predicted_seconds,
             predicted_peak_bytes=predicted_peak_bytes,
+            as_written=as_written,
         )
 
     @classmethod

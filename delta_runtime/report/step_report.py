@@ -79,7 +79,12 @@ class StepTotals:
         stuck_bytes, stuck_op: the most of the last step that nothing could be evicted from, and the op.
         uncounted_bytes: bytes of tensors that the CPU pool does not own.
         plan_hits: storages saved that a plan had foreseen.
-        plan_misses: storages that no plan knew when they were saved, rebuilt, or written in place.
+        plan_misses: storages that no plan knew when they were saved, rebuilt, or written in place, or that a
+            plan carried out as written had away when they were asked for.
+        plan_actions: what was done because a plan is carried out as written: storages that left, copies back
+            that began, and storages that were rebuilt before they were asked for.
+        plan_overdue: storages that such a plan let go of, and that were still there when it wanted them again,
+            or when the step ended: somebody else held them, or their copy was late.
     """
 
     steps: int = 0
@@ -131,6 +136,8 @@ class StepTotals:
     pumps: int = 0
     plan_hits: int = 0
     plan_misses: int = 0
+    plan_actions: int = 0
+    plan_overdue: int = 0
     exposed_bytes: int = 0
     planning_s: float = 0.0
     begin_bytes: int = 0
