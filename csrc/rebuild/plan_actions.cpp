@@ -177,6 +177,9 @@ bool PlanActions::leave(int64_t interval) {
   if (page->residency() != Residency::Resident) {  // room was short before, or it is on its way
     return page->residency() == Residency::Swapped;
   }
+  if (back_at != kNever && back_at <= plans_.position()) {  // it would come back at once
+    return back_at == plan.end[row];
+  }
   const bool swaps = plan.exit[row] == static_cast<int64_t>(Exit::Swap);
   if (!(swaps ? free_or_copy(*page) : eviction_.drop(*page))) {
     return false;

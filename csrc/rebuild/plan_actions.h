@@ -12,7 +12,8 @@
 //   4. Values leave whose interval ends at b + 1. One that cannot leave (somebody else holds it,
 //   its
 //      copy out is not done) is tried again at each op, until it has left, autograd lets go of it,
-//      or its next interval begins. Where room is short, Eviction waits for its copy.
+//      its copy back would begin, or its next interval begins. Where room is short, Eviction waits
+//      for its copy. A copy that would come back at the tick at which it leaves is spared.
 //   5. Copies back begin whose tick is b + 1, or was, and for which there was no room before.
 //   6. Only then is room made for the op, in the order of the weights, if it is still short.
 //   A step that saves what the plan does not know, or asks for a value that the plan has away, goes

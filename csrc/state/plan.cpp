@@ -120,7 +120,7 @@ int64_t Plan::interval_at(std::size_t key, int64_t tick) const {
 
 bool Plan::covers(std::size_t key, int64_t tick) const {
   const int64_t i = interval_at(key, tick);
-  return i >= 0 && begin[static_cast<size_t>(i)] <= tick && tick < end[static_cast<size_t>(i)];
+  return i < 0 || (begin[static_cast<size_t>(i)] <= tick && tick < end[static_cast<size_t>(i)]);
 }
 
 }  // namespace delta

@@ -50,7 +50,8 @@ struct Plan {
   int64_t copy_back_of(std::size_t key) const;
   // The interval of a value that has begun last at a tick, else its first; -1: it has none.
   int64_t interval_at(std::size_t key, int64_t tick) const;
-  // Whether the value is to be on the device after the op of this tick, and before the next.
+  // Whether the value may be on the device after the op of this tick, and before the next: it is to
+  // be there, or it has no intervals and is not for the plan to move.
   bool covers(std::size_t key, int64_t tick) const;
 
  private:

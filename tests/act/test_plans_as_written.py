@@ -331,6 +331,31 @@ def test_what_comes_out_different_is_told_when_it_is_asked_for(monkeypatch):
 # ---------------------------------------------------------------- copies
 
 
+def test_a_copy_that_would_come_back_where_it_leaves_is_spared(monkeypatch):
+    torch.manual_seed(1)
+    options = {"policy": "swap", "link_bytes_per_s": 1e9, "host_budget": "64MiB"}
+    with training(net(64, 4, nn.Tanh), torch.randn(256, 64), monkeypatch, **options) as trained:
+        ticks = trained.graph.ticks
+        plan = trained.planned({1: [Interval(2, 7, SWAP, 7), Interval(13, ticks)]})
+        validate(plan, trained.graph, Links(1e9, 1e9))
+        last = trained.step_under(plan)
+        assert (last.swap_outs, last.plan_actions, last.plan_overdue) == (0, 0, 0)
+
+
+def test_a_copy_that_is_too_late_is_overdue_unless_room_is_short(monkeypatch):
+    torch.manual_seed(1)
+    options = {"policy": "swap", "link_bytes_per_s": 1e6, "host_budget": "64MiB"}
+    with training(net(64, 4, nn.Tanh), torch.randn(256, 64), monkeypatch, **options) as trained:
+        graph = trained.graph
+        plan = trained.planned({1: [Interval(2, 7, SWAP, 11), Interval(13, graph.ticks)]})
+        last = trained.step_under(plan)  # 64 KiB take 66 ms
+        assert (last.swap_outs, last.plan_actions, last.plan_overdue) == (0, 0, 1)
+        assert last.out_stall_s == 0
+        trained.runtime.session.set_budget(graph.peak_bytes - int(graph.value_bytes[1]))
+        last = trained.step_under(plan)
+        assert last.out_stall_s > 0.01 and last.swap_outs >= 1
+
+
 class Slow(nn.Module):
     """Gives the lanes time, in forward and in backward."""
 
@@ -470,7 +495,9 @@ def test_random_plans_that_copy_change_no_bit(monkeypatch):
             plan, _ = any_plan(trained.graph, seed, links)
             last = trained.step_under(plan)
             assert last.plan_misses == 0
-            assert last.drops + last.swap_outs + last.plan_overdue == (plan.exits != -1).sum()
+            spared = (plan.exits == SWAP) & (plan.copy_back_at == plan.ends)
+            leaves = (plan.exits != Exit.STAYS) & ~spared
+            assert last.drops + last.swap_outs + last.plan_overdue == leaves.sum()
             counted.append((last.drops, last.swap_ins))
         drops, swap_ins = np.sum(counted, axis=0)
         assert drops > 0 and swap_ins > 0
@@ -503,6 +530,19 @@ def test_under_a_budget_that_the_plan_does_not_keep_more_leaves_by_weight(monkey
         trained.runtime.session.set_budget(floor + (trained.graph.peak_bytes - floor) // 2)
         last = trained.step_under(plan)
         assert last.plan_misses == 0 and last.drops > 3
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8])
+def test_where_there_is_no_room_for_what_a_plan_brings_early_no_bit_changes(share, monkeypatch):
+    torch.manual_seed(3)
+    with training(net(64, 6), torch.randn(256, 64), monkeypatch) as trained:
+        floor = trained.graph.persistent_bytes
+        budget_bytes = floor + int(share * (trained.graph.peak_bytes - floor))
+        for seed in range(10):
+            plan, _ = any_plan(trained.graph, seed, None)
+            trained.runtime.session.set_budget(budget_bytes)
+            last = trained.step_under(plan)
+            assert last.plan_misses == 0 and last.drops > 0
 
 
 def test_backward_on_a_thread_whose_ops_nobody_sees_goes_on_without_the_plan(layers):
