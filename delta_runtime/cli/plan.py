@@ -6,9 +6,7 @@ What the table shows of a plan is what the judge of plans finds, not what the pl
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,52 +15,16 @@ from delta_runtime.core.errors import DeltaError, UsageError
 from delta_runtime.core.units import format_bytes, format_seconds, parse_budget, parse_bytes
 
 if TYPE_CHECKING:  # numpy is imported where it is needed: the other verbs work without it
-    from delta_runtime.core.plan import Plan
     from delta_runtime.core.step_graph import StepGraph
     from delta_runtime.core.transfer import Links
+    from delta_runtime.planners.plan_result import PlanResult
+    from delta_runtime.planners.registry import Planner
+    from delta_runtime.report.plan_plot import Line
 
-_EFFORT = 4.0  # as the runtime gives the final plan of a step
-
-
-def _keep(graph: StepGraph, budget_bytes: int, links: Links | None) -> Plan:
-    from delta_runtime.core.plan import Plan
-
-    return Plan.moving_nothing(graph)
-
-
-def _recompute(graph: StepGraph, budget_bytes: int, links: Links | None) -> Plan:
-    return _heuristic(graph, budget_bytes, effort=_EFFORT)
-
-
-def _swap(graph: StepGraph, budget_bytes: int, links: Links | None) -> Plan:
-    return _heuristic(graph, budget_bytes, drops=False, links=links)
-
-
-def _joint(graph: StepGraph, budget_bytes: int, links: Links | None) -> Plan:
-    return _heuristic(graph, budget_bytes, effort=_EFFORT, links=links)
-
-
-def _heuristic(graph: StepGraph, budget_bytes: int, **options: Any) -> Plan:
-    from delta_runtime.planners import joint_heuristic
-
-    return joint_heuristic.plan(graph, budget_bytes, **options)
-
-
-@dataclass(frozen=True, slots=True)
-class _Planner:
-    """A planner as the table knows it; `copies` says that it does nothing without a lane."""
-
-    plan: Callable[[StepGraph, int, Links | None], Plan]
-    text: str
-    copies: bool = False
-
-
-PLANNERS: Mapping[str, _Planner] = {
-    "keep": _Planner(_keep, "nothing leaves"),
-    "recompute": _Planner(_recompute, "drops alone"),
-    "swap": _Planner(_swap, "copies alone", copies=True),
-    "joint": _Planner(_joint, "drops and copies", copies=True),
-}
+_POINTS = 9  # budgets in the plot
+_BOUNDS = (("drops", False, True), ("copies", True, False), ("drops and copies", True, True))
+"""Kinds of plans that a bound is told of: its words, whether it copies, whether it drops."""
+_COLUMNS = ("planner", "peak", "fits", "rebuilds", "stalls", "step", "bound", "planning")
 
 
 def add_parser(commands: Any) -> None:
@@ -74,14 +36,25 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--budget", metavar="X", required=True, help="10GiB, or a share of the step's peak: 50%%"
     )
-    names = ", ".join(f"{name} ({each.text})" for name, each in PLANNERS.items())
     parser.add_argument(
-        "--planners", metavar="A,B", default="all", help=f"all, or some of: {names}"
+        "--planners",
+        metavar="A,B",
+        default="all",
+        help="all, or some of: keep, drop_all, recompute, swap, joint, rotor, checkmate, min_peak, min_peak_a, chen",
     )
     parser.add_argument(
         "--link-bytes-per-s",
         metavar="X",
         help="speed of the lanes, each way: 12GB; as recorded if not given",
+    )
+    parser.add_argument(
+        "--seed", action="store_true", help="start joint from the plans of the planners before it"
+    )
+    parser.add_argument(
+        "--merged", action="store_true", help="show what contraction and chain put together"
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="step time against budget, as a picture; takes minutes"
     )
 
 
@@ -98,7 +71,11 @@ def plan(options: argparse.Namespace) -> str:
         links = _links(options.link_bytes_per_s, graph)
     except DeltaError as error:
         return f"{PROGRAM} plan: {error}\n"
-    _print(graph, budget_bytes, chosen, links)
+    _print(graph, budget_bytes, chosen, links, seeded=options.seed)
+    if options.merged:
+        _print_merged(graph)
+    if options.plot:
+        return _plot(graph, chosen, links, Path(options.plot))
     return ""
 
 
@@ -122,7 +99,9 @@ def _budget_bytes(spec: str, graph: StepGraph) -> int:
     return budget_bytes
 
 
-def _chosen(names: str) -> dict[str, _Planner]:
+def _chosen(names: str) -> dict[str, Planner]:
+    from delta_runtime.planners.registry import PLANNERS
+
     wanted = list(PLANNERS) if names == "all" else [name.strip() for name in names.split(",")]
     unknown = [name for name in wanted if name not in PLANNERS]
     if unknown:
@@ -147,52 +126,193 @@ def _links(asked: str | None, graph: StepGraph) -> Links | None:
 
 
 def _print(
-    graph: StepGraph, budget_bytes: int, planners: Mapping[str, _Planner], links: Links | None
+    graph: StepGraph,
+    budget_bytes: int,
+    planners: Mapping[str, Planner],
+    links: Links | None,
+    *,
+    seeded: bool,
 ) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from delta_runtime.planners.bounds import bounds_of
-    from delta_runtime.planners.validate import validate
 
     bounds = bounds_of(graph)
     left_out: list[str] = []
     table = Table(
-        title=f"{format_bytes(budget_bytes)} for a step that peaks at {format_bytes(graph.peak_bytes)}"
+        title=f"{format_bytes(budget_bytes)} for a step that peaks at {format_bytes(graph.peak_bytes)}",
+        padding=(0, 0, 0, 1),
     )
-    for name in ("planner", "peak", "fits", "recomputing", "stalls", "step", "planning"):
-        table.add_column(name, justify="left" if name == "planner" else "right")
-    for name, planner in planners.items():
-        if planner.copies and links is None:
-            left_out.append(name)
-            continue
-        begin = time.perf_counter()
-        found = planner.plan(graph, budget_bytes, links)
-        planning_s = time.perf_counter() - begin
-        verdict = validate(found, graph, links)
-        more_s = verdict.rebuild_s + verdict.stall_s
-        table.add_row(
-            name,
-            format_bytes(verdict.peak_bytes),
-            "yes" if verdict.peak_bytes <= budget_bytes else "no",
-            format_seconds(verdict.rebuild_s),
-            format_seconds(verdict.stall_s),
-            f"{1 + more_s / graph.seconds:.3f} x" if graph.seconds > 0 else "",
-            format_seconds(planning_s),
-        )
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name == "planner" else "right", no_wrap=True)
+    results: dict[str, PlanResult] = {}
+    for name, planner in _in_order(planners, seeded=seeded).items():
+        result = _result(name, planner, graph, budget_bytes, links, results if seeded else {})
+        if isinstance(result, str):
+            left_out.append(f"{name} ({result})")
+        else:
+            results[name] = result
+    for name in (each for each in planners if each in results):
+        table.add_row(name, *_cells(results[name], graph, links))
     console = Console()
     console.print(table)
-    if left_out:
-        console.print(
-            f"Left out: {', '.join(left_out)}. No speed of a lane was recorded; give --link-bytes-per-s.",
-            highlight=False,
-        )
+    for text in left_out:
+        console.print(f"Left out: {text}.", highlight=False)
     console.print(
         f"No plan of any kind holds less than {format_bytes(bounds.lower_bytes)}, which {bounds.lower_op} needs. "
         f"Recomputing alone is expected to hold {format_bytes(bounds.least_bytes)}. "
         + _bounds_on_seconds(graph, budget_bytes, links),
         highlight=False,
     )
+
+
+def _in_order(planners: Mapping[str, Planner], *, seeded: bool) -> dict[str, Planner]:
+    """Return the planners with joint last, where it starts from the plans of the others."""
+    last = [name for name in planners if seeded and name == "joint"]
+    return {
+        name: planners[name] for name in [*(set_ for set_ in planners if set_ not in last), *last]
+    }
+
+
+def _result(
+    name: str,
+    planner: Planner,
+    graph: StepGraph,
+    budget_bytes: int,
+    links: Links | None,
+    seeds: Mapping[str, PlanResult],
+) -> PlanResult | str:
+    """Return what a planner comes to, or why it was left out."""
+    from delta_runtime.planners import joint
+    from delta_runtime.planners.linear_program import SolverFailed
+
+    if planner.copies and links is None:
+        return "no speed of a lane was recorded; give --link-bytes-per-s"
+    try:
+        if name == "joint" and seeds:
+            plans = [each.plan for each in seeds.values() if each.plan is not None]
+            return joint.plan(graph, budget_bytes, links, seeds=plans)
+        return planner.plan(graph, budget_bytes, links)
+    except ImportError as error:
+        return str(error)
+    except SolverFailed:
+        return "its solver failed"
+
+
+def _cells(result: PlanResult, graph: StepGraph, links: Links | None) -> list[str]:
+    from delta_runtime.planners.validate import validate
+
+    def ratio(more_s: float | None) -> str:
+        return "" if more_s is None or graph.seconds <= 0 else f"{1 + more_s / graph.seconds:.3f}"
+
+    solver = format_seconds(result.solver_s)
+    if result.plan is None:
+        needs = result.least_budget_bytes
+        return ["" if needs is None else format_bytes(needs), "no", "", "", "", "", solver]
+    verdict = validate(result.plan, graph, links)
+    return [
+        format_bytes(verdict.peak_bytes),
+        f"by {result.fallback}" if result.fallback else "yes",
+        format_seconds(verdict.rebuild_s),
+        format_seconds(verdict.stall_s),
+        ratio(verdict.rebuild_s + verdict.stall_s),
+        ratio(result.bound_s),
+        solver,
+    ]
+
+
+def _print_merged(graph: StepGraph) -> None:
+    """Show what one op of the contracted graph, and of the chain, stands for."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from delta_runtime.planners.contraction import by_size
+    from delta_runtime.planners.step_chain import StepChain
+
+    chain = StepChain(graph)
+    told = {
+        f"contracted to {by_size(graph).graph.n_ops} ops, for checkmate": by_size(graph),
+        f"a chain of {chain.length} stages, for rotor, min_peak and chen": chain.contraction,
+    }
+    for title, contraction in told.items():
+        table = Table(title=title)
+        for name in ("ops", "longest of them", "phase", "seconds", "saved values", "bytes"):
+            table.add_column(name, justify="right" if name != "longest of them" else "left")
+        for each in contraction.merged():
+            table.add_row(
+                f"{each.first}-{each.last}",
+                each.name,
+                "backward" if each.backward else "forward",
+                format_seconds(each.seconds),
+                str(each.saved or ""),
+                format_bytes(each.saved_bytes) if each.saved else "",
+            )
+        Console().print(table)
+
+
+def _plot(
+    graph: StepGraph, planners: Mapping[str, Planner], links: Links | None, path: Path
+) -> str:
+    """Plan for budgets from the least to the peak, and draw what comes of it; say what went wrong, if anything did."""
+    from delta_runtime.planners.bounds import bounds_of
+    from delta_runtime.report.plan_plot import plot
+
+    low, high = bounds_of(graph).lower_bytes, graph.peak_bytes
+    budgets = [low + (high - low) * point // (_POINTS - 1) for point in range(_POINTS)]
+    lines = [_line(name, planner, graph, budgets, links) for name, planner in planners.items()]
+    lines += _bound_lines(graph, budgets, links)
+    try:
+        plot(lines, high, path)
+    except (ImportError, OSError, ValueError) as error:
+        return f"{PROGRAM} plan: {path}: {error}\n"
+    return ""
+
+
+def _line(
+    name: str,
+    planner: Planner,
+    graph: StepGraph,
+    budgets: Sequence[int],
+    links: Links | None,
+) -> Line:
+    from delta_runtime.report.plan_plot import Line
+
+    found = [(budget, _result(name, planner, graph, budget, links, {})) for budget in budgets]
+    fits = [(budget, each) for budget, each in found if not isinstance(each, str) and each.feasible]
+    return Line(
+        name,
+        [budget for budget, _ in fits],
+        [1 + each.seconds / max(graph.seconds, 1e-12) for _, each in fits],
+    )
+
+
+def _bound_lines(graph: StepGraph, budgets: Sequence[int], links: Links | None) -> list[Line]:
+    from delta_runtime.planners.least_seconds import least_seconds
+    from delta_runtime.planners.linear_program import SolverFailed
+    from delta_runtime.report.plan_plot import Line
+
+    lines = []
+    for name, lanes, drops in _BOUNDS:
+        if lanes and links is None:
+            continue
+        points: list[tuple[int, float]] = []
+        for budget in budgets:
+            try:
+                least_s = least_seconds(graph, budget, drops=drops, links=links if lanes else None)
+            except (ImportError, SolverFailed):
+                continue
+            if least_s is not None:
+                points.append((budget, 1 + least_s / max(graph.seconds, 1e-12)))
+        lines.append(
+            Line(
+                f"bound: {name}",
+                [budget for budget, _ in points],
+                [ratio for _, ratio in points],
+                bound=True,
+            )
+        )
+    return lines
 
 
 def _bounds_on_seconds(graph: StepGraph, budget_bytes: int, links: Links | None) -> str:
@@ -202,9 +322,10 @@ def _bounds_on_seconds(graph: StepGraph, budget_bytes: int, links: Links | None)
 
     told = []
     try:
-        for ways, lanes in (("drops", None), ("drops and copies", links)):
-            if ways == "drops" or lanes is not None:
-                least_s = least_seconds(graph, budget_bytes, links=lanes)
+        for ways, lanes, drops in _BOUNDS:
+            if not lanes or links is not None:
+                told_links = links if lanes else None
+                least_s = least_seconds(graph, budget_bytes, drops=drops, links=told_links)
                 least = (
                     "fits" if least_s is None else f"takes less than {format_seconds(least_s)} more"
                 )

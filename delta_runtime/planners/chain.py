@@ -39,11 +39,13 @@ class Chain:
     Args:
         f: seconds of each stage's forward, (L,).
         b: seconds of each stage's backward, and last of the loss, (L + 1,).
-        a: size of each stage's input, and last of the loss's, (L + 1,). Its gradient is as large.
+        a: size of each stage's input, and last of the loss's, (L + 1,).
         abar: `abar[i + 1]` is what the forward of stage i keeps with its output and without its input, (L + 1,); the
             first is not read.
         f_tmp: what the forward of each stage needs for itself, (L,).
         b_tmp: what the backward of each stage needs, and last the loss, (L + 1,).
+        g: size of the gradient of each stage's input, and last of the loss's, (L + 1,); as large as `a` where None is
+            given.
     """
 
     f: Sequence[float]
@@ -52,10 +54,12 @@ class Chain:
     abar: Sequence[float]
     f_tmp: Sequence[float]
     b_tmp: Sequence[float]
+    g: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         n = len(self.f)
         wanted = {"b": n + 1, "a": n + 1, "abar": n + 1, "f_tmp": n, "b_tmp": n + 1}
+        wanted |= {"g": n + 1} if self.g is not None else {}
         for name, length in wanted.items():
             if len(getattr(self, name)) != length:
                 raise ValueError(
@@ -64,6 +68,11 @@ class Chain:
         for name in ("f", *wanted):
             if not all(0 <= each < float("inf") for each in getattr(self, name)):
                 raise ValueError(f"{name} holds something that is negative or no finite number")
+
+    @property
+    def gradients(self) -> Sequence[float]:
+        """Size of the gradient of each stage's input, and last of the loss's."""
+        return self.a if self.g is None else self.g
 
     @property
     def length(self) -> int:
@@ -87,7 +96,7 @@ def replay(chain: Chain, schedule: Sequence[Action]) -> tuple[float, float]:
         return (
             sum(chain.a[i] for i in plain)
             + sum(chain.abar[i + 1] for i in saved)
-            + sum(chain.a[i] for i in gradients)
+            + sum(chain.gradients[i] for i in gradients)
         )
 
     for kind, i in schedule:
@@ -95,14 +104,14 @@ def replay(chain: Chain, schedule: Sequence[Action]) -> tuple[float, float]:
         if i not in plain and i - 1 not in saved:
             raise ValueError(f"{kind.name}({i}) reads the input of stage {i}, which is not there")
         if kind is Kind.LOSS:
-            peak = max(peak, before + chain.a[n] + chain.b_tmp[n])
+            peak = max(peak, before + chain.gradients[n] + chain.b_tmp[n])
             plain.discard(n)
             gradients.add(n)
             seconds += chain.b[n]
         elif kind is Kind.BACKWARD:
             if i not in saved or i + 1 not in gradients:
                 raise ValueError(f"BACKWARD({i}) lacks what it reads")
-            peak = max(peak, before + chain.a[i] + chain.b_tmp[i])
+            peak = max(peak, before + chain.gradients[i] + chain.b_tmp[i])
             gradients = (gradients - {i + 1}) | {i}
             saved.remove(i)
             plain.discard(i)

@@ -7,12 +7,18 @@ with; `min_peak` finds the best subset. Covers one chain, as `min_peak` does.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
 
+from delta_runtime.core.plan import Plan
+from delta_runtime.core.step_graph import StepGraph
+from delta_runtime.core.transfer import Links
 from delta_runtime.planners import min_peak
+from delta_runtime.planners.plan_result import PlanResult, judged, result_of
 from delta_runtime.planners.solution import Solution
+from delta_runtime.planners.step_chain import StepChain
 
 _LIMITS = 64
 
@@ -37,6 +43,24 @@ def solve(sizes: Sequence[float]) -> Solution[list[int]]:
     kept = min(subsets, key=lambda subset: (min_peak.peak_a(y, subset), len(subset)))
     peak = min_peak.peak_a(y, kept)
     return Solution(peak, peak, kept)
+
+
+def plan(graph: StepGraph, budget_bytes: int, tiers: Links | None = None) -> PlanResult:
+    """Return the plan of a recorded step with checkpoints at even distances, taken as a chain; see `step_chain`.
+
+    A stage counts by all that it saves. It is the same for every budget.
+
+    Args:
+        graph: the recorded step.
+        budget_bytes: what may be live at any moment.
+        tiers: not used; this planner copies nothing.
+    """
+    begin = time.perf_counter()
+    chain = StepChain(graph)
+    if chain.length == 0:
+        return result_of(judged(Plan.moving_nothing(graph), graph), budget_bytes, begin)
+    found = solve(chain.segment_peaks().saved.tolist())
+    return result_of(judged(chain.plan_of_kept(found.schedule), graph), budget_bytes, begin)
 
 
 def _keep_where_full(y: list[float], limit: float) -> list[int]:

@@ -110,6 +110,7 @@ class Contraction:
             weights=weights,
             predicted_seconds=plan.predicted_seconds,
             predicted_peak_bytes=plan.predicted_peak_bytes,
+            as_written=True,
         )
 
     def _begin_ops(self, of_groups: Sequence[Sequence[Interval]]) -> dict[int, int]:

@@ -51,7 +51,11 @@ class Presence:
             else:
                 intervals[value] = [Interval(tick[int(self.made[row])], graph.ticks)]
         return Plan.of(
-            intervals, weights=self.weights(), predicted_seconds=0.0, predicted_peak_bytes=0
+            intervals,
+            weights=self.weights(),
+            predicted_seconds=0.0,
+            predicted_peak_bytes=0,
+            as_written=True,
         )
 
     def _intervals(self, present: Mask, row: int, tick: list[int]) -> list[Interval]:

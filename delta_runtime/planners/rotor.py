@@ -4,13 +4,13 @@ From Herrmann et al., "Optimal checkpointing for heterogeneous chains" (Inria RR
 test of the room for `SAVE` and the span over which `CHECKPOINT` asks for room to run forward are the exact ones, so
 that the result is the optimum over all persistent schedules. *Persistent*: what was stored stays until its backward.
 
-Covers one chain: stage `i` reads what stage `i - 1` made and nothing else, a gradient is as large as its value, and
-parameters are not counted; and recorded steps, through `step_chain`.
+Covers one chain, where stage `i` reads what stage `i - 1` made and nothing else; parameters are not counted. Recorded
+steps become chains in `step_chain`.
 
 Note: the recurrence
   C(s, t, m) is the least time of the forwards still needed and of all backwards of stages s to t, where x_s is there
   and *not* counted in m, and the gradient y_(t+1) is counted.
-  1. C(L, L, m) = b_L if m >= a_L + q_L: the loss.
+  1. C(L, L, m) = b_L if m >= g_L + q_L: the loss. g_i is the size of y_i, in the paper a_i.
   2. Save all of stage s: f_s + b_s + C(s+1, t, m - A_(s+1)), where there is room to run it forward beside y_(t+1), and
      backward beside what it saved.
   3. Keep x_s, run forward to x_j alone, do j to t, then s to j-1 from x_s again:
@@ -48,11 +48,12 @@ def solve(
     b_tmp: Sequence[float],
     memory: float,
     slots: int | None = None,
+    g: Sequence[float] | None = None,
 ) -> Solution[list[Action]] | None:
     """Return the fastest persistent schedule that holds no more than `memory`; None if there is none.
 
     Args:
-        f, b, a, abar, f_tmp, b_tmp: see `Chain`.
+        f, b, a, abar, f_tmp, b_tmp, g: see `Chain`.
         memory: room for everything, the input of the first stage included; in the unit of the sizes.
         slots: the unit of the table is so small that `memory` holds at least so many; 500 where None is given. Sizes
             are rounded up to whole units. Whole numbers up to that many are taken as they are, so that the result is
@@ -60,7 +61,7 @@ def solve(
 
     Takes time in proportion to slots * L^3, and 8 * slots * L^2 bytes.
     """
-    chain = Chain(f, b, a, abar, f_tmp, b_tmp)
+    chain = Chain(f, b, a, abar, f_tmp, b_tmp, g)
     if slots is not None and slots < 1:
         raise ValueError(f"slots must be at least 1, not {slots}")
     sizes, room = _in_units(chain, memory, SLOTS if slots is None else slots)
@@ -91,11 +92,11 @@ def plan(
     sizes = (columns.a, columns.abar, columns.f_tmp, columns.b_tmp)
 
     def at(memory: float, slots: int = slots) -> Plan | None:
-        found = solve(columns.f, columns.b, *sizes, memory, slots)
+        found = solve(columns.f, columns.b, *sizes, memory, slots, columns.g)
         return None if found is None else chain.plan_of_schedule(found.schedule)
 
     def smallest() -> Plan | None:
-        memory = least_memory(*sizes)
+        memory = least_memory(*sizes, columns.g)
         found = at(memory, _FINE_SLOTS)
         while found is None:
             memory *= 1 + 1 / _FINE_SLOTS
@@ -110,21 +111,23 @@ def least_memory(
     abar: Sequence[float],
     f_tmp: Sequence[float],
     b_tmp: Sequence[float],
+    g: Sequence[float] | None = None,
 ) -> float:
     """Return the smallest `memory` for which `solve` finds a schedule, before sizes are rounded to units."""
     n = len(f_tmp)
-    chain = Chain([0.0] * n, [0.0] * (n + 1), a, abar, f_tmp, b_tmp)
+    chain = Chain([0.0] * n, [0.0] * (n + 1), a, abar, f_tmp, b_tmp, g)
     sizes = np.asarray(chain.a, np.float64)
+    gradients = np.asarray(chain.gradients, np.float64)
     saved = np.asarray(chain.abar, np.float64)
     least = np.full((n + 1, n + 1), np.inf)  # of m in C(s, t, m)
-    least[n, n] = sizes[n] + chain.b_tmp[n]
+    least[n, n] = gradients[n] + chain.b_tmp[n]
     for s in range(n - 1, -1, -1):
         forward = _running_forward(sizes, np.asarray(chain.f_tmp, np.float64), s)
-        after = _gradient_after(sizes, s)
+        after = _gradient_after(gradients, s)
         for t in range(s, n + 1):
             keep = max(
                 after[t - s] + saved[s + 1] + chain.f_tmp[s],
-                sizes[s] + sizes[s + 1] + saved[s + 1] + chain.b_tmp[s],
+                gradients[s] + gradients[s + 1] + saved[s + 1] + chain.b_tmp[s],
                 saved[s + 1] + (least[s + 1, t] if t > s else 0.0),
             )
             split = np.maximum(sizes[s + 1 : t + 1] + least[s + 1 : t + 1, t], least[s, s:t])
@@ -139,11 +142,12 @@ class _Sizes:
     abar: Ints
     f_tmp: Ints
     b_tmp: Ints
+    g: Ints
 
 
 def _in_units(chain: Chain, memory: float, slots: int) -> tuple[_Sizes, int]:
     """Sizes in whole units, rounded up, and how many units there is room for."""
-    columns = (chain.a, chain.abar, chain.f_tmp, chain.b_tmp)
+    columns = (chain.a, chain.abar, chain.f_tmp, chain.b_tmp, chain.gradients)
     whole = all(float(each).is_integer() for column in columns for each in column)
     if whole:
         unit = max(memory // slots, 1)
@@ -162,9 +166,9 @@ def _running_forward(sizes: Floats | Ints, tmp: Floats | Ints, s: int) -> Floats
     return np.maximum.accumulate(held)
 
 
-def _gradient_after(sizes: Floats | Ints, s: int) -> Floats | Ints:
+def _gradient_after(gradients: Floats | Ints, s: int) -> Floats | Ints:
     """For t = s to L: size of the gradient that stages s to t start from."""
-    return np.append(sizes[s + 1 :], 0)
+    return np.append(gradients[s + 1 :], 0)
 
 
 class _Table:
@@ -181,11 +185,11 @@ class _Table:
         self.by_s = [np.full((n + 1 - s, self.columns), np.inf) for s in range(n + 1)]
         self.by_t = [np.full((t + 1, self.columns), np.inf) for t in range(n + 1)]
         self.scratch = np.empty((n + 1, self.columns))
-        self.by_s[n][0, int(sizes.a[n] + sizes.b_tmp[n]) :] = chain.b[n]
+        self.by_s[n][0, int(sizes.g[n] + sizes.b_tmp[n]) :] = chain.b[n]
         self._move_up(n, n)
         for s in range(n - 1, -1, -1):
             forward = _running_forward(sizes.a, sizes.f_tmp, s)
-            after = _gradient_after(sizes.a, s)
+            after = _gradient_after(sizes.g, s)
             for t in range(s, n + 1):
                 row = self.by_s[s][t - s]
                 self._save_into(row, s, t)
@@ -199,10 +203,10 @@ class _Table:
 
     def _save_needs(self, s: int, t: int) -> tuple[int, int]:
         """Room to save stage s, and how much of it stays taken."""
-        a, kept = self.sizes.a, int(self.sizes.abar[s + 1])
-        after = int(a[t + 1]) if t < self.n else 0
+        g, kept = self.sizes.g, int(self.sizes.abar[s + 1])
+        after = int(g[t + 1]) if t < self.n else 0
         forward = after + kept + int(self.sizes.f_tmp[s])
-        backward = int(a[s] + a[s + 1]) + kept + int(self.sizes.b_tmp[s])
+        backward = int(g[s] + g[s + 1]) + kept + int(self.sizes.b_tmp[s])
         return max(forward, backward, kept), kept
 
     def _save_into(self, row: Floats, s: int, t: int) -> None:
@@ -243,7 +247,10 @@ class _Table:
     def _best_split(self, s: int, t: int, m: int) -> tuple[float, int]:
         """Least seconds of rule 3, and its j; inf where none fits."""
         a = self.sizes.a
-        forward = _running_forward(a, self.sizes.f_tmp, s)[: t - s] + _gradient_after(a, s)[t - s]
+        forward = (
+            _running_forward(a, self.sizes.f_tmp, s)[: t - s]
+            + _gradient_after(self.sizes.g, s)[t - s]
+        )
         count = int(np.searchsorted(forward, m, side="right"))
         if count == 0:
             return np.inf, -1

@@ -11,8 +11,7 @@ Note: what the columns mean
   1. `a[i]` is the input of stage i: the saved value before it; the first is the batch, which the step holds anyway.
      `abar[i + 1]` is all that stage i saves, its output included.
   2. Memory is that of the device. What a step holds beside saved values (weights, gradients, workspaces) goes into
-     `f_tmp` and `b_tmp`, at its worst while the stage runs; the gradients that the planner counts by itself are
-     taken off.
+     `f_tmp` and `b_tmp`, at its worst while the stage runs. The gradients of outputs are part of that: `g` is 0.
   3. A forward that runs again does so in backward, beside the most that backward holds up to the stage's own.
 """
 
@@ -141,7 +140,7 @@ class StepChain:
         f_tmp: list[float] = [0.0] * n
         b_tmp: list[float] = [0.0] * (n + 1)
         so_far = worst(self.backward_ops(n))
-        b_tmp[n] = max(so_far - a[n], 0.0)
+        b_tmp[n] = max(so_far, 0.0)
         for number in range(n - 1, -1, -1):
             backward = worst(self.backward_ops(number))
             so_far = max(so_far, backward)
@@ -150,7 +149,7 @@ class StepChain:
                 for op in again(self.stages[number])
             ]
             f_tmp[number] = max(worst(self._forward_ops(number)), so_far + max([0.0, *spare]))
-            b_tmp[number] = max(backward - a[number + 1] - a[number], 0.0)
+            b_tmp[number] = max(backward, 0.0)
         return Chain(
             f=[float(sum(seconds[op] for op in again(each))) for each in self.stages],
             b=[
@@ -161,6 +160,7 @@ class StepChain:
             abar=[0, *(x + y for x, y in zip(out, rest, strict=True))],
             f_tmp=f_tmp,
             b_tmp=b_tmp,
+            g=[0] * (n + 1),
         )
 
     def segment_peaks(self) -> SegmentColumns:
