@@ -1,8 +1,8 @@
-"""How long do the planners of the source papers take, and how close does rounding come?
+"""How long do the planners take, and how close does rounding come?
 
 A benchmark on generated instances, the same each time. Takes about two minutes on two idle cores; needs no GPU.
 
-    python -m benchmarks.planners [--seconds 60]
+    python -m benchmarks.planners [--seconds 60] [--only joint]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from delta_runtime.planners import checkmate, min_peak, rotor
+from delta_runtime.core import compiled
+from delta_runtime.core.step_graph import StepGraph
+from delta_runtime.core.transfer import Links
+from delta_runtime.extension import _C
+from delta_runtime.planners import checkmate, joint_heuristic, min_peak, rotor
+from tests.support.large_graphs import SHAPES, large_graph
+from tests.support.recorded_steps import WORKLOADS, recorded
 
 SEED = 7
 
@@ -151,14 +157,68 @@ def keep_all(dag: checkmate.Dag) -> list[checkmate.Action]:
     return actions
 
 
+def joint_graphs() -> Iterator[tuple[str, StepGraph]]:
+    """Recorded steps of real models, and made-up ones of 1,000 and 10,000 saved values."""
+    yield from ((name, recorded(name)) for name in WORKLOADS)
+    yield from ((shape, large_graph(shape, n)) for n in (1000, 10_000) for shape in SHAPES)
+
+
+def measure_joint(console: Console) -> None:
+    """Time the joint heuristic on one core, as the runtime calls it for a final plan."""
+    table = Table(
+        *("graph", "saved values", "may stay", "lanes", "plan: s", "without C++: s", "rebuilt: ms"),
+        title="joint heuristic",
+    )
+    for name, graph in joint_graphs():
+        quarter = Links(*[0.25 * graph.activation_bytes / graph.seconds] * 2)
+        for share in (0.7, 0.5, 0.35):
+            for links in (None, quarter):
+                budget_bytes = int(graph.peak_bytes - (1 - share) * graph.activation_bytes)
+
+                def plan(
+                    graph: StepGraph = graph,
+                    budget_bytes: int = budget_bytes,
+                    links: Links | None = links,
+                ) -> Any:
+                    return joint_heuristic.plan(graph, budget_bytes, effort=4.0, links=links)
+
+                seconds, found = seconds_of(plan)
+                over = " (above the budget)" * (found.predicted_peak_bytes > budget_bytes)
+                table.add_row(
+                    *(
+                        name,
+                        str(len(graph.saved)),
+                        f"{share:.0%}",
+                        "a quarter" if links else "none",
+                    ),
+                    *(f"{seconds:.2f}", twin_seconds(plan) if len(graph.saved) < 2000 else ""),
+                    f"{1e3 * found.predicted_seconds:.2f}{over}",
+                )
+    console.print(table)
+    console.print("lanes: what they carry in a step, of what is saved")
+
+
+def twin_seconds(plan: Callable[[], Any]) -> str:
+    """Time a planner that does without the extension."""
+    compiled.planners = None
+    seconds, _ = seconds_of(plan)
+    compiled.offer(_C.planners)
+    return f"{seconds:.2f}"
+
+
 def main() -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seconds", type=float, default=60.0, help="that one instance may take")
+    parser.add_argument("--only", choices=["chains", "dags", "joint"], help="one part")
     arguments = parser.parse_args()
     console = Console(width=120)
-    measure_chains(console)
-    measure_dags(console, arguments.seconds)
+    if arguments.only in (None, "chains"):
+        measure_chains(console)
+    if arguments.only in (None, "dags"):
+        measure_dags(console, arguments.seconds)
+    if arguments.only in (None, "joint"):
+        measure_joint(console)
     return 0
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch  # noqa: F401  the extension links against its libraries, which must be loaded first
 
+from delta_runtime.core import compiled
 from delta_runtime.core.errors import (
     DeltaError,
     InplaceModification,
@@ -31,6 +32,7 @@ except ImportError as error:  # pragma: no cover - the build is broken
 _C.set_error_types(InplaceModification, RecomputeMismatch, SwapFailed)
 _C.set_main_thread(threading.main_thread().ident)
 ask_with(_C.asked_to_stop)
+compiled.offer(_C.planners)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

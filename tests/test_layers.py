@@ -299,6 +299,17 @@ def test_the_lowest_folders_of_csrc_know_nothing_of_those_above():
                 assert {other.split("/")[0] for other in others} <= set(allowed), (name, others)
 
 
+def test_the_planners_in_csrc_know_nothing_but_plain_numbers():
+    for uses in (_includes(), _calls()):
+        for name, others in uses.items():
+            if name.startswith("planners/"):
+                assert {other.split("/")[0] for other in others} <= {"planners"}, (name, others)
+    for path in (CSRC / "planners").iterdir():
+        assert not re.search(
+            r"include <(torch|ATen|c10|Python|pybind)", path.read_text(encoding="utf-8")
+        ), path
+
+
 def test_a_circle_is_found():
     assert set(cycle_in({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == {"a", "b", "c"}
     assert cycle_in({"a": {"b"}, "b": {"c"}, "d": {"a", "c"}}) == []

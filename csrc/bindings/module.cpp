@@ -11,6 +11,7 @@
 
 #include "bindings/callbacks.h"
 #include "bindings/errors.h"
+#include "bindings/planners.h"
 #include "bindings/session.h"
 #include "bindings/ticket.h"
 #include "observe/data_setter.h"
@@ -192,6 +193,7 @@ PYBIND11_MODULE(_C, m) {
   delta::bind_pool(m);
   delta::bind_session(m);
   delta::bind_plan(m);
+  delta::bind_planners(m);
   delta::bind_ticket(m);
   delta::bind_errors(m);
   if (!delta::bind_signals(m.ptr())) {

@@ -6,12 +6,35 @@ the runtime runs one (csrc/rebuild).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from delta_runtime.core.interrupts import give_way
 from delta_runtime.core.step_graph import Ints, Mask, StepGraph
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """Lists of numbers, one behind the other.
+
+    Args:
+        offsets: where each of them begins in `items`, and where the last one ends.
+        items: of all of them.
+    """
+
+    offsets: Ints
+    items: Ints
+
+    @classmethod
+    def of(cls, lists: Sequence[Sequence[int] | Ints]) -> Lists:
+        """Put lists one behind the other."""
+        lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        items = (item for each in lists for item in each)
+        return cls(offsets, np.fromiter(items, np.int64, int(offsets[-1])))
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +50,21 @@ class Recipes:
     parents: list[Ints]
     children: list[list[int]]
     possible: Mask
+
+    @cached_property
+    def op_lists(self) -> Lists:
+        """Return `ops`, one behind the other."""
+        return Lists.of(self.ops)
+
+    @cached_property
+    def parent_lists(self) -> Lists:
+        """Return `parents`, one behind the other."""
+        return Lists.of(self.parents)
+
+    @cached_property
+    def child_lists(self) -> Lists:
+        """Return `children`, one behind the other."""
+        return Lists.of(self.children)
 
 
 def recipes_of(graph: StepGraph) -> Recipes:

@@ -42,9 +42,9 @@ def plan_of(
         there = Interval(made_at[value], graph.ticks)
         intervals[value].append(there)
         if choice.dropped[row]:
-            leaves, back = tick[cover.begin[row]], choice.evaluation.back.get(row)
+            leaves, back = tick[cover.begin[row]], int(choice.evaluation.back[row])
             intervals[value] = [there._replace(end=leaves, exit=Exit.DROP)]
-            if back is not None:
+            if back >= 0:
                 intervals[value].append(Interval(tick[back], graph.ticks))
         elif choice.swapped[row]:
             copies_back = tick[copy_back[row]]

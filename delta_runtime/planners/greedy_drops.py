@@ -4,20 +4,25 @@ Dropping a saved value covers its bytes from after its last use in forward until
 its own first unpack, or earlier when a dropped value downstream is rebuilt from it. It costs the
 seconds of the op that made it and of the unsaved ops in between. What rebuilding holds for a moment
 is not counted here: that is `evaluate`'s concern.
+
+csrc/planners/cover.cpp chooses alike, faster; it is used where the extension was loaded.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Set
+from types import ModuleType
 
 import numpy as np
 
+from delta_runtime.core import compiled
 from delta_runtime.core.interrupts import give_way
 from delta_runtime.core.recipes import Recipes
 from delta_runtime.core.step_graph import Ints, StepGraph
 
 _WORK_OF_A_GAIN = 25
+_GAINS_AT_ONCE = 1000  # a few milliseconds
 EPSILON_S = 1e-7
 """Seconds added to every choice: no op is free."""
 
@@ -25,9 +30,9 @@ EPSILON_S = 1e-7
 def _last_forward_read(graph: StepGraph) -> Ints:
     """Index of the last op in forward that made or read each value."""
     last = graph.value_op.copy()
-    for op in range(graph.n_ops):
-        if not graph.op_backward[op]:
-            last[graph.inputs_of(op)] = op
+    reader = np.repeat(np.arange(graph.n_ops), np.diff(graph.input_offsets))
+    forward = ~graph.op_backward[reader]
+    np.maximum.at(last, graph.inputs[forward], reader[forward])
     return last
 
 
@@ -83,7 +88,10 @@ class GreedyCover:
 
     def marginal_seconds(self, row: int) -> float:
         ops = self.recipes.ops[row]
-        return float(self.graph.rerun_seconds[ops[self.run_op[ops] == 0]].sum())
+        seconds = 0.0
+        for each in self.graph.rerun_seconds[ops[self.run_op[ops] == 0]].tolist():
+            seconds += each  # one by one: `sum` rounds otherwise
+        return seconds
 
     def changes(self, row: int) -> tuple[dict[int, int], list[tuple[int, int, float]]]:
         """Return what dropping a value would do: the needs that move, and the spans of bytes that change."""
@@ -123,7 +131,7 @@ class GreedyCover:
         after = window.copy()
         for begin, end, change in spans:
             after[begin - low : end - low] += change
-        return float(np.maximum(window, 0).sum() - np.maximum(after, 0).sum())
+        return float((np.maximum(window, 0) - np.maximum(after, 0)).sum())
 
     def add(self, row: int) -> None:
         needs, spans = self.changes(row)
@@ -141,6 +149,9 @@ def choose(cover: GreedyCover) -> None:
     Lazy: scores only get worse as the excess shrinks (nearly: an op that another recipe runs anyway
     gets cheaper), so the best stale score is looked at again before it is believed.
     """
+    if compiled.planners is not None:
+        _choose_compiled(cover, compiled.planners)
+        return
     added = True
     while added and cover.excess.max(initial=0) > 0:
         added = False
@@ -161,3 +172,26 @@ def choose(cover: GreedyCover) -> None:
                 continue
             cover.add(row)
             added = True
+
+
+def _choose_compiled(cover: GreedyCover, planners: ModuleType) -> None:
+    recipes = cover.recipes
+    choice = planners.Cover(
+        bytes=cover.bytes,
+        begin=cover.begin,
+        own_need=cover.own_need,
+        parent_offsets=recipes.parent_lists.offsets,
+        parents=recipes.parent_lists.items,
+        child_offsets=recipes.child_lists.offsets,
+        children=recipes.child_lists.items,
+        recipe_offsets=recipes.op_lists.offsets,
+        recipe_ops=recipes.op_lists.items,
+        rerun_seconds=cover.graph.rerun_seconds,
+        excess=cover.excess,
+        droppable=cover.droppable,
+        epsilon_s=EPSILON_S,
+    )
+    while not choice.go_on(_GAINS_AT_ONCE):
+        give_way()
+    cover.work += _WORK_OF_A_GAIN * choice.gains()
+    cover.dropped = choice.dropped()

@@ -34,8 +34,10 @@ from delta_runtime.planners.transfer_schedule import LaneTimes
 
 _TO_MEND = 1_000_000  # units of work, for each attempt and direction; see WORK_PER_SECOND
 _TO_EXCHANGE = 1_500_000
+_TO_POLISH = 6_000_000
+_PLAYS_TO_EXCHANGE = 0.6  # so many for each saved value, where that is more
 _TO_FIT = 500_000  # at least, to look for a choice that fits where the first one does not
-MOST_EFFORT = 8_000_000
+MOST_EFFORT = 24_000_000
 """Units of work of the longest search."""
 _MOST_IN_VAIN = 40  # attempts in a row that found nothing better
 _SLACK = 1.1  # a choice that takes so much longer than the best before `repair` ends is given up
@@ -108,9 +110,7 @@ def plan(
             in_vain = 0
     swaps: Evictions | None = None
     if lanes is not None:
-        most = int(min(_TO_EXCHANGE if effort else _TO_EXCHANGE // 8, most_work))
-        for improve in (swap_instead, swap_more, swap_instead):
-            choice = improve(evaluator, choice, most_work=most)
+        choice = _exchange(evaluator, choice, thorough=effort > 0, most_work=most_work)
         # Move by move, from a choice that drops, is not the only way to one that swaps it all.
         swaps = only_swaps(evaluator, Evictions(none, none, none, evaluator.evaluate(none, none)))
         if swaps.better_than(choice):
@@ -121,6 +121,21 @@ def plan(
         # and what drops the most is not what leaves the victim queue the most to choose from.
         choice = first
     return plan_of(cover, evaluator, choice, by_next_use=choice is swaps)
+
+
+def _exchange(
+    evaluator: Evaluator, choice: Evictions, *, thorough: bool, most_work: float
+) -> Evictions:
+    """Return a choice that is as good or better, with swaps; `most_work` is that of each pass."""
+    plays = _PLAYS_TO_EXCHANGE * len(evaluator.bytes)
+    most = max(_TO_EXCHANGE, int(plays * evaluator.work_of_a_play))
+    passes = [(swap_instead, most), (swap_more, most), (swap_instead, most)]
+    if thorough:
+        passes += [(swap_more, max(_TO_POLISH, most)), (swap_instead, max(_TO_POLISH, most))]
+    for improve, work in passes:
+        allowed = min(work if thorough else work // 8, most_work)
+        choice = improve(evaluator, choice, most_work=int(allowed))
+    return choice
 
 
 def _plan_swaps(cover: GreedyCover, evaluator: Evaluator) -> Plan:

@@ -16,10 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from delta_runtime.core.step_graph import Floats
 from delta_runtime.core.transfer import Links
 from delta_runtime.planners.greedy_drops import GreedyCover
 
 _SPEED_COUNTED_ON = 0.9  # of what the lanes were seen to do
+_PRICE_OF_LANES = 0.001
+"""Seconds counted for each second of a lane that nobody waits for: no copy is quite free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +49,19 @@ class LaneTimes:
         bytes_ = cover.bytes / _SPEED_COUNTED_ON
         self.out_s = links.out_s(bytes_).tolist()
         self.in_s = links.in_s(bytes_).tolist()
+        self.price_s: list[float] = (
+            _PRICE_OF_LANES * (np.array(self.out_s) + np.array(self.in_s))
+        ).tolist()
         self._ready = self._clock[np.minimum(cover.begin, graph.n_ops)].tolist()
         self._begin = cover.begin.tolist()
         self._clock_s = self._clock.tolist()
+
+    def columns(self) -> list[Floats]:
+        """Return the clock; of each saved value when it may leave, the seconds of its copies, and their price."""
+        return [
+            np.asarray(each)
+            for each in (self._clock, self._ready, self.out_s, self.in_s, self.price_s)
+        ]
 
     def spans(self, rows: Sequence[int], need: Sequence[int]) -> dict[int, Span]:
         """Return when each of some swapped values is away.

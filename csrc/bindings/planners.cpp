@@ -1,0 +1,139 @@
+#include "bindings/planners.h"
+
+#include <pybind11/numpy.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "planners/cover.h"
+#include "planners/evaluation.h"
+
+namespace delta {
+namespace {
+
+template <typename T>
+using Column = py::array_t<T, py::array::c_style | py::array::forcecast>;
+using Ints = Column<int64_t>;
+using Floats = Column<double>;
+using Mask = Column<bool>;
+
+template <typename T>
+std::vector<T> copied(const Column<T>& column) {
+  return {column.data(), column.data() + column.size()};
+}
+
+template <typename T>
+py::array_t<T> given(const std::vector<T>& column) {
+  return py::array_t<T>(static_cast<py::ssize_t>(column.size()), column.data());
+}
+
+const uint8_t* bytes_of(const Mask& mask, int64_t count) {
+  planners::check_count(static_cast<size_t>(mask.size()), count);
+  return reinterpret_cast<const uint8_t*>(mask.data());
+}
+
+planners::Lists lists(const Ints& offsets, const Ints& items) {
+  return {copied(offsets), copied(items)};
+}
+
+// With the columns that both have in common.
+planners::SavedStep saved_step(int64_t n_ops, const Floats& bytes, const Ints& begin,
+                               const Ints& own_need, const Ints& parent_offsets,
+                               const Ints& parents) {
+  return {n_ops, copied(bytes), copied(begin), copied(own_need), lists(parent_offsets, parents)};
+}
+
+std::unique_ptr<planners::Evaluation> evaluation(
+    const Floats& bytes, const Ints& begin, const Ints& own_need, const Ints& parent_offsets,
+    const Ints& parents, const Floats& base, const Floats& watermark, const Ints& made_at,
+    const Floats& seconds, const Floats& work_bytes, const Ints& gone, const Ints& use_op,
+    const Ints& use_row, const std::vector<Floats>& lanes, const Ints& by_begin) {
+  planners::Played played{saved_step(base.size(), bytes, begin, own_need, parent_offsets, parents),
+                          copied(base),
+                          copied(watermark),
+                          copied(made_at),
+                          copied(seconds),
+                          copied(work_bytes),
+                          copied(gone),
+                          copied(use_op),
+                          copied(use_row)};
+  planners::Lanes laid;
+  if (!lanes.empty()) {
+    planners::check_count(lanes.size(), 5);
+    laid = {copied(lanes[0]), copied(lanes[1]), copied(lanes[2]),
+            copied(lanes[3]), copied(lanes[4]), copied(by_begin)};
+  }
+  return std::make_unique<planners::Evaluation>(std::move(played), std::move(laid));
+}
+
+py::tuple play(planners::Evaluation& self, const Mask& dropped, const Mask& dropped_twice,
+               const std::optional<Mask>& swapped) {
+  const uint8_t* drops = bytes_of(dropped, self.n_saved());
+  const uint8_t* twice = bytes_of(dropped_twice, self.n_saved());
+  const uint8_t* swaps = swapped ? bytes_of(*swapped, self.n_saved()) : nullptr;
+  planners::Outcome outcome;
+  {
+    py::gil_scoped_release no_gil;
+    outcome = self.play(drops, twice, swaps);
+  }
+  return py::make_tuple(outcome.seconds, given(outcome.excess), given(outcome.back));
+}
+
+void bind_evaluation(py::module_& m) {
+  py::class_<planners::Evaluation>(
+      m, "Evaluation",
+      "Plays backward with a choice; csrc/planners/evaluation.h. For one thread at a time.")
+      .def(py::init(&evaluation), py::kw_only(), py::arg("bytes"), py::arg("begin"),
+           py::arg("own_need"), py::arg("parent_offsets"), py::arg("parents"), py::arg("base"),
+           py::arg("watermark"), py::arg("made_at"), py::arg("seconds"), py::arg("work_bytes"),
+           py::arg("gone"), py::arg("use_op"), py::arg("use_row"), py::arg("lanes"),
+           py::arg("by_begin"))
+      .def("play", &play, py::arg("dropped"), py::arg("dropped_twice"), py::arg("swapped"),
+           "Seconds, bytes too much at each op, and the op from which each value is back (-1: "
+           "none). Runs without the GIL.");
+}
+
+void bind_cover(py::module_& m) {
+  py::class_<planners::Cover>(m, "Cover",
+                              "The greedy choice of what to drop; csrc/planners/cover.h.")
+      .def(py::init([](const Floats& bytes, const Ints& begin, const Ints& own_need,
+                       const Ints& parent_offsets, const Ints& parents, const Ints& child_offsets,
+                       const Ints& children, const Ints& recipe_offsets, const Ints& recipe_ops,
+                       const Floats& rerun_seconds, const Floats& excess, const Mask& droppable,
+                       double epsilon_s) {
+             const uint8_t* may = bytes_of(droppable, bytes.size());
+             return std::make_unique<planners::Cover>(
+                 planners::Droppable{
+                     saved_step(excess.size(), bytes, begin, own_need, parent_offsets, parents),
+                     lists(recipe_offsets, recipe_ops), lists(child_offsets, children),
+                     copied(rerun_seconds), copied(excess),
+                     std::vector<uint8_t>(may, may + droppable.size())},
+                 epsilon_s);
+           }),
+           py::kw_only(), py::arg("bytes"), py::arg("begin"), py::arg("own_need"),
+           py::arg("parent_offsets"), py::arg("parents"), py::arg("child_offsets"),
+           py::arg("children"), py::arg("recipe_offsets"), py::arg("recipe_ops"),
+           py::arg("rerun_seconds"), py::arg("excess"), py::arg("droppable"), py::arg("epsilon_s"))
+      .def("go_on", &planners::Cover::go_on, py::arg("most_gains"),
+           py::call_guard<py::gil_scoped_release>(),
+           "Go on with the choice; whether it is made. Runs without the GIL.")
+      .def("gains", &planners::Cover::gains, "How many were computed.")
+      .def("dropped", [](const planners::Cover& self) {
+        const auto& dropped = self.dropped();
+        py::array_t<bool> found(static_cast<py::ssize_t>(dropped.size()));
+        std::copy(dropped.begin(), dropped.end(), found.mutable_data());
+        return found;
+      });
+}
+
+}  // namespace
+
+void bind_planners(py::module_& m) {
+  auto planners = m.def_submodule("planners", "The inner loops of the planners.");
+  bind_evaluation(planners);
+  bind_cover(planners);
+}
+
+}  // namespace delta
