@@ -24,7 +24,7 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h tests/suppor
 # No model or dataset is downloaded, and no budget of the caller's shell leaks into what is measured.
 export HF_HUB_OFFLINE := 1
 unexport DELTA_BUDGET DELTA_POLICY DELTA_DEVICE DELTA_HOST_BUDGET DELTA_DISK_BUDGET DELTA_SPILL_DIR
-unexport DELTA_VERIFY DELTA_MIN_BYTES DELTA_STRICT DELTA_TRACE DELTA_REPORT DELTA_CHECK
+unexport DELTA_VERIFY DELTA_MIN_BYTES DELTA_STRICT DELTA_TRACE DELTA_REPORT DELTA_CHECK DELTA_PLANNING
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:

@@ -158,7 +158,7 @@ def keep_all(dag: checkmate.Dag) -> list[checkmate.Action]:
 
 
 def joint_graphs() -> Iterator[tuple[str, StepGraph]]:
-    """Recorded steps of real models, and made-up ones of 1,000 and 10,000 saved values."""
+    """Yield recorded steps of real models, and made-up ones of 1,000 and 10,000 saved values."""
     yield from ((name, recorded(name)) for name in WORKLOADS)
     yield from ((shape, large_graph(shape, n)) for n in (1000, 10_000) for shape in SHAPES)
 

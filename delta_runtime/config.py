@@ -23,6 +23,7 @@ from delta_runtime.core.units import BudgetSpec, BytesSpec, parse_budget, parse_
 
 VERIFY_MODES = ("always", "first", "off")
 REPORT_MODES = ("off", "summary", "step")
+PLANNING_MODES = ("beside", "between")
 BUDGET_VARIABLE = "DELTA_BUDGET"
 LEAST_BUDGET_BYTES = 1 << 20
 """A budget from the environment below this was meant in another unit: no training fits into it."""
@@ -56,6 +57,8 @@ class Config:
         strict: raise BudgetInfeasible where the budget cannot be met, instead of running over it.
         trace: file to write the trace to; None for none.
         report: what is reported without being asked: off | summary (once, at exit) | step.
+        planning: when plans are made: beside (beside training, on a thread of their own) | between (between steps,
+            which wait for them: equal runs have equal plans at equal steps).
         check: check every invariant after every event (slow).
 
     Raises:
@@ -78,6 +81,7 @@ class Config:
     strict: bool = False
     trace: str | None = None
     report: str = "off"
+    planning: str = "beside"
     check: bool = False
 
     def __post_init__(self) -> None:
@@ -226,6 +230,17 @@ def check_requested(environ: Mapping[str, str] | None = None) -> bool:
     return bool(text) and _check_bool(VARIABLES["check"], text)
 
 
+def planning_requested(environ: Mapping[str, str] | None = None) -> str:
+    """When DELTA_PLANNING says that plans are to be made, for runtimes made in code.
+
+    Raises:
+        UsageError: it is none of PLANNING_MODES.
+    """
+    environ = os.environ if environ is None else environ
+    name = VARIABLES["planning"]
+    return _one_of(*PLANNING_MODES)(name, environ.get(name, "").strip() or PLANNING_MODES[0])
+
+
 VARIABLES: Mapping[str, str] = MappingProxyType(
     {
         "budget": BUDGET_VARIABLE,
@@ -239,6 +254,7 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
         "strict": "DELTA_STRICT",
         "trace": "DELTA_TRACE",
         "report": "DELTA_REPORT",
+        "planning": "DELTA_PLANNING",
         "check": "DELTA_CHECK",
     }
 )
@@ -357,6 +373,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
         "strict": _check_bool,
         "trace": _optional(_check_path),
         "report": _one_of(*REPORT_MODES),
+        "planning": _one_of(*PLANNING_MODES),
         "check": _check_bool,
     }
 )

@@ -12,12 +12,19 @@ Note: a budget that cannot be met
      peak that is affordable. As the memory of the device is as large as the largest of them, that one
      is kept to in all steps.
   3. Steps that take too long all the same, by measurement, raise it.
+
+Note: plans that are made beside training
+  1. One at a time, whatever graph it is for. Meanwhile steps follow the plan there is, and are not
+     measured for `plan_trials`.
+  2. `take_made` puts it in place, between two steps. It is for the graph as it was when it was begun: a
+     graph that was recorded anew since then for a reason gets another one.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -31,6 +38,7 @@ from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.bounds import bounds_of
 from delta_runtime.planners.evaluate import WORK_PER_SECOND
 from delta_runtime.planning_time import PlanningTime
+from delta_runtime.plans_beside import Made, MakePlan, PlansBeside
 
 CALIBRATION_STEPS = 3
 """Steps of one graph whose op times are taken (the least of them counts) before its plan is final."""
@@ -101,6 +109,7 @@ class _Known:
     budget_bytes: int = 0  # that `plan` was made for
     links: Links | None = None  # that it was made with
     trials: PlanTrials = field(default_factory=PlanTrials)
+    outdated: bool = False  # what its plan is being made from
 
     def settle(self) -> None:
         """Stay with the best of what was measured; with the plan there is if nothing was."""
@@ -116,8 +125,32 @@ class _Known:
 
     def record_again(self) -> None:
         """Have the next step logged, and a plan made from the least seconds that there are then."""
-        self.searched = False
+        self.searched, self.outdated = False, True
         self.runs = CALIBRATION_STEPS - 1
+
+
+_Key = tuple[int, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A plan that is being made.
+
+    Args:
+        key: of its graph.
+        budget_bytes: that it is made for.
+        final: whether it is the final plan of the graph.
+        free: whether its seconds are not counted.
+        trial: whether it is one more to be tried: others were measured.
+        only_if_s: the final plan there is stays, unless this one expects no more seconds; None: it does not.
+    """
+
+    key: _Key
+    budget_bytes: int
+    final: bool = True
+    free: bool = False
+    trial: bool = False
+    only_if_s: float | None = None
 
 
 class PlanCache:
@@ -128,6 +161,7 @@ class PlanCache:
         drops, swaps: what plans may do with a value.
         yields: whether a budget that cannot be met is given up.
         planning: how long plans may take; None for as long as they like.
+        beside: makes them beside training; None: they are made at once.
     """
 
     def __init__(
@@ -138,13 +172,16 @@ class PlanCache:
         swaps: bool = False,
         yields: bool = False,
         planning: PlanningTime | None = None,
+        beside: PlansBeside | None = None,
     ) -> None:
         self._makes_plans = plans
         self._drops = drops
         self._swaps = swaps
         self._yields = yields
         self._planning = planning or PlanningTime(limited=False)
-        self._known: OrderedDict[tuple[int, tuple[str, ...]], _Known] = OrderedDict()
+        self._beside = beside
+        self._begun: _Begun | None = None  # beside training
+        self._known: OrderedDict[_Key, _Known] = OrderedDict()
         self._last: StepCost | None = None
         self._passed = 0  # whole steps in a row that passed the budget
         self._yielded = False
@@ -258,7 +295,7 @@ class PlanCache:
         self._new = 0 if known is not None or record is None else self._new + 1
         if known is not None:
             if _moved(known.graph, graph.persistent_bytes):
-                known.searched = False
+                known.searched, known.outdated = False, True
             graph = replace(
                 graph,
                 op_seconds=np.minimum(known.graph.op_seconds, graph.op_seconds),
@@ -344,6 +381,8 @@ class PlanCache:
             known.searched = False
         elif known.searched:
             return
+        if self._begun is not None:
+            return
         left_s = self._planning.left_s
         final = known.runs >= CALIBRATION_STEPS
         free = known.plan is None and known.runs > 1
@@ -360,12 +399,61 @@ class PlanCache:
             return
         known.links = links if self._swaps else None
         known.budget_bytes = budget_bytes
-        known.trials.begin(settled=len(self._known) > 1)
+        self._begin(known, _Begun(self._key_of(known), budget_bytes, final=final, free=free))
+
+    def _key_of(self, known: _Known) -> _Key:
+        return known.graph.fingerprint, known.graph.op_name
+
+    def _begin(self, known: _Known, begun: _Begun) -> None:
+        """Make a plan for a graph: at once, or beside training."""
+        known.outdated = False
+        make = self._make_plan(known)
+        if self._beside is not None:
+            self._begun = begun
+            self._beside.begin(make)
+            return
         before_s = self._planning.spent_s
-        with self._planning.planning(free=free):
-            known.plan = self._plan(known)
-        known.plan_s = self._planning.spent_s - before_s
-        known.searched = final
+        with self._planning.planning(free=begun.free):
+            plan = make()
+        self._put_in_place(known, begun, plan, self._planning.spent_s - before_s)
+
+    def take_made(self) -> bool:
+        """Put the plan in place that was made beside training, if there is one.
+
+        Returns:
+            Whether the next step has another plan.
+
+        Raises:
+            Exception: what kept it from being made.
+        """
+        made = self._beside.take() if self._beside is not None else None
+        begun = self._begun
+        if made is None or begun is None:
+            return False
+        self._begun = None
+        self._planning.planned_beside(made.seconds, free=begun.free)
+        return self._take_in(made, begun)
+
+    def _take_in(self, made: Made, begun: _Begun) -> bool:
+        if made.error is not None:
+            raise made.error
+        known = self._known.get(begun.key)
+        if known is None or made.plan is None or known.budget_bytes != begun.budget_bytes:
+            return False
+        self._put_in_place(known, begun, made.plan, made.seconds)
+        return True
+
+    def _put_in_place(self, known: _Known, begun: _Begun, plan: Plan, seconds: float) -> None:
+        if begun.trial and known.trials.settled:
+            return  # meanwhile another one was chosen
+        known.plan = plan
+        if begun.trial:
+            if begun.only_if_s is not None and plan.predicted_seconds > begun.only_if_s:
+                known.settle()
+            return
+        known.plan_s = seconds
+        known.searched = begun.final and not known.outdated
+        known.trials.begin(settled=len(self._known) > 1)
         if known.trials.settled:
             known.settle()
 
@@ -441,8 +529,9 @@ class PlanCache:
             ):
                 del self._known[key]
 
-    def _plan(self, known: _Known) -> Plan:
-        return joint_heuristic.plan(
+    def _make_plan(self, known: _Known) -> MakePlan:
+        return partial(
+            joint_heuristic.plan,
             known.graph,
             known.budget_bytes,
             effort=SEARCH_EFFORT if known.runs >= CALIBRATION_STEPS and not self._yielded else 0.0,
@@ -466,7 +555,7 @@ class PlanCache:
             return False
         known = next(iter(self._known.values()))
         before, links = known.plan, known.links
-        if before is None or not known.searched:
+        if before is None or not known.searched or self._begun is not None:
             return False
         lanes = links is not None and links.out_bytes_per_s > 0
         step_s = known.graph.seconds
@@ -479,9 +568,7 @@ class PlanCache:
             out, in_ = links.out_bytes_per_s * _CAUTION, links.in_bytes_per_s * _CAUTION
             self._try(known, replace(links, out_bytes_per_s=out, in_bytes_per_s=in_))
         elif then is Next.LEAVE_LANES_ALONE:
-            plan = self._try(known, None)
-            if plan.predicted_seconds > known.trials.least_s:
-                known.settle()
+            self._try(known, None, only_if_s=known.trials.least_s)
         return known.plan is not before
 
     def record_again(self) -> None:
@@ -490,11 +577,10 @@ class PlanCache:
         if latest is not None:
             latest.record_again()
 
-    def _try(self, known: _Known, links: Links | None) -> Plan:
+    def _try(self, known: _Known, links: Links | None, only_if_s: float | None = None) -> None:
         known.links = links
-        with self._planning.planning():
-            known.plan = self._plan(known)
-        return known.plan
+        begun = _Begun(self._key_of(known), known.budget_bytes, trial=True, only_if_s=only_if_s)
+        self._begin(known, begun)
 
     def plans(self) -> list[tuple[StepGraph, Plan]]:
         """Return the known graphs that have a plan, latest first, each with it.

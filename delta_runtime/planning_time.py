@@ -1,8 +1,8 @@
 """How long planning has taken, and how much longer it may take.
 
 A plan has to pay for itself. The first plan of a step that comes again is always made; whatever else is
-thought about has one second in all, and 5 % of the time trained so far. Planning runs on the training
-thread, between steps.
+thought about has one second in all, and 5 % of the time trained so far. That holds for planning beside
+training too (plans_beside): where cores are few it takes from training what it takes.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ class PlanningTime:
         self._trained_s = 0.0
         self._ended_s = 0.0
         self._free_s = 0.0
+        self.beside_s = 0.0
+        """Seconds of a core that plans took which were made beside training."""
         self._begin_s: float | None = None
 
     @property
     def spent_s(self) -> float:
-        """Seconds of planning so far, first plans included."""
+        """Seconds of planning between steps so far, first plans included."""
         running_s = 0.0 if self._begin_s is None else self._clock() - self._begin_s
         return self._ended_s + running_s
 
@@ -53,11 +55,17 @@ class PlanningTime:
         """Seconds that planning may take now beyond first plans; below 0 where it took too long."""
         if not self._limited:
             return float("inf")
-        return ALLOWANCE_S + MOST_SHARE * self._trained_s - (self.spent_s - self._free_s)
+        spent_s = self.spent_s + self.beside_s - self._free_s
+        return ALLOWANCE_S + MOST_SHARE * self._trained_s - spent_s
 
     def trained(self, seconds: float) -> None:
         """Take in that a step has ended that took so long."""
         self._trained_s += seconds
+
+    def planned_beside(self, seconds: float, *, free: bool = False) -> None:
+        """Take in that a plan took so long which was made beside training; `free` as for `planning`."""
+        self.beside_s += seconds
+        self._free_s += seconds if free else 0.0
 
     @contextlib.contextmanager
     def planning(self, *, free: bool = False) -> Iterator[None]:

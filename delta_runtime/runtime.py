@@ -27,7 +27,7 @@ import torch
 from delta_runtime import entered, python_random, raw_access
 from delta_runtime.act.pinning import pinning
 from delta_runtime.act.tiers import Tiers, open_tiers
-from delta_runtime.config import Config, Launched, check_requested
+from delta_runtime.config import Config, Launched, check_requested, planning_requested
 from delta_runtime.core.errors import BudgetInfeasible, UsageError
 from delta_runtime.core.events import Place
 from delta_runtime.core.plan import Plan
@@ -109,6 +109,7 @@ class Runtime:
             min_bytes=min_bytes,
             strict=strict,
             trace=trace,
+            planning=planning_requested(),
             check=check_requested(),
         )
         self._start(config, chosen or get_policy(config.policy))
@@ -332,6 +333,7 @@ class Runtime:
         self._depth = 0
         self.hooks.entry += 1
         self.hooks.abandon()
+        self.steps.stop_planning()
 
     @shielded
     def close(self) -> None:
@@ -383,7 +385,9 @@ class Runtime:
             policy=self.policy.name,
             device=str(self.device),
             last=replace(steps.last or StepTotals(), planning_s=steps.last_planning_s),
-            totals=replace(steps.totals, planning_s=steps.planning.spent_s),
+            totals=replace(
+                steps.totals, planning_s=steps.planning.spent_s + steps.planning.beside_s
+            ),
             activation_bytes=graph.activation_bytes if graph else 0,
             ordinary_peak_bytes=graph.peak_bytes if graph else 0,
             bounds=steps.bounds(),
@@ -418,6 +422,33 @@ class Runtime:
     def plan(self) -> Plan | None:
         """Return the plan for steps like the last one that was logged; None as long as there is none."""
         return self.steps.plans.plan
+
+    def wait_for_plan(self, timeout: float | None = None) -> bool:
+        """Wait for the plan that is being made beside training, if one is: the next step follows it.
+
+        Training needs no plan to go on. This is for tests and measurements, which are to be repeated.
+
+        Args:
+            timeout: seconds after which to give up waiting; None waits as long as it takes.
+
+        Returns:
+            Whether no plan is being made any more.
+
+        Example:
+            >>> with runtime.step():                        # doctest: +SKIP
+            ...     model(x).loss.backward()
+            >>> runtime.wait_for_plan()                     # doctest: +SKIP
+            True
+        """
+        done = self.steps.wait_for_plan(timeout)
+        if done:
+            self._take_plan()
+        return done
+
+    @shielded
+    def _take_plan(self) -> None:
+        if self._depth == 0 or self.hooks.thread is threading.current_thread():
+            self.steps.take_plan()
 
     @property
     def settled(self) -> bool:

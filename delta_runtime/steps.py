@@ -8,6 +8,8 @@ Note: steps and their boundaries
      still dropped when it begins, the weights that recipes read get a copy before they change.
   3. A step whose forward has been seen before follows the plan made from it; otherwise the policy's
      filter decides online.
+  4. Plans are made beside training (`plans_beside`); one that is ready is followed from the next step on. The
+     step that goes on keeps to the plan that it began with.
 
 Covers one session's steps. Does not cover entering and leaving (runtime), nor what a user sees of a step (report).
 """
@@ -38,6 +40,7 @@ from delta_runtime.extension import _C, shielded
 from delta_runtime.online.policies import Policy, Stress
 from delta_runtime.plan_cache import DIFFERS_BYTES, PlanCache, StepCost
 from delta_runtime.planning_time import PlanningTime
+from delta_runtime.plans_beside import PlansBeside
 from delta_runtime.pump import Pump
 from delta_runtime.record.step_log import read_step_graph
 from delta_runtime.report.step_report import StepTotals
@@ -90,7 +93,9 @@ class Steps:
         """What is kept to: the budget, or a higher peak where that cannot be met."""
         self.planning = PlanningTime()
         self.last_planning_s = 0.0
-        """Seconds of planning behind the last step."""
+        """Seconds of planning behind the last step, which the next one waited for."""
+        self.beside = PlansBeside() if config.planning == "beside" else None
+        """Makes plans beside training; None where they are made between steps."""
         self.plans = self._new_plans()
         """The graphs that are known, and their plans."""
         self.aside = StandingAside()
@@ -120,12 +125,14 @@ class Steps:
             swaps=Place.SWAPPED in policy.evicts_to,
             yields=bool(policy.evicts_to) and self.ranks and not self._config.strict,
             planning=self.planning,
+            beside=self.beside,
         )
 
     # ------------------------------------------------------------------ where they begin and end
 
     def begin(self) -> None:
         """Begin a step."""
+        self.take_plan()
         _C.release_repointed()
         self._session.set_taping(True)  # an optimizer that raised has left it off
         missed = self.last is not None and self.last.plan_misses > 0
@@ -135,6 +142,24 @@ class Steps:
         raw_access.take_back()
         self._session.begin_step()
         self.begin_s = time.perf_counter()
+
+    def take_plan(self) -> None:
+        """Follow the plan from now on that was made beside training, if there is one and no step goes on."""
+        if self.beside is None or self._session.packs() != self.totals.packs:
+            return
+        try:
+            if self.plans.take_made():
+                follow(self._session, self.plans.plans())
+        except Exception:
+            logger.exception("delta_runtime: no plan could be made for this step")
+
+    def wait_for_plan(self, timeout_s: float | None = None) -> bool:
+        """Wait for the plan that is being made beside training; `take_plan` takes it.
+
+        Returns:
+            Whether none is being made any more.
+        """
+        return self.beside is None or self.beside.wait(timeout_s)
 
     def end_and_begin(self) -> None:
         """End a step, and begin the next."""
@@ -248,6 +273,7 @@ class Steps:
                 with self.planning.planning():
                     self._learn(self.last, seconds, marked=marked)
         except Interrupted:
+            self.stop_planning()
             self.plans = self._new_plans()  # what is left of it is half of a plan
         except Exception:
             # A plan only makes steps faster; without it the filter decides online.
@@ -266,8 +292,14 @@ class Steps:
         if shortfall and (worst is None or shortfall.missing_bytes > worst.missing_bytes):
             self.shortfall = shortfall
 
+    def stop_planning(self) -> None:
+        """Stop making a plan beside training, and forget it."""
+        if self.beside is not None:
+            self.beside.stop()
+
     def end(self) -> None:
         """Write the trace, where one was asked for. No step follows."""
+        self.stop_planning()
         if self.trace is not None:
             self.trace.write(self._session.logged_names())
 

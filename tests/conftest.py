@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
@@ -10,6 +11,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts jobs in the background with SIGINT ignored, and children inherit that: no Ctrl-C would ever arrive
     # in the tests that send one.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Plans are made between steps, so that a plan is there at the step that a test expects it at. Tests of planning beside
+# training ask for that.
+os.environ.setdefault("DELTA_PLANNING", "between")
 
 LONG = ("test_accelerator.py", "test_leaks.py", "test_stress_programs.py", "test_ecosystem.py")
 """Files with tests of minutes: first, so that no worker ends with one of them while the others wait."""

@@ -105,6 +105,7 @@ def test_every_variable_reaches_its_field():
         "DELTA_STRICT": "1",
         "DELTA_TRACE": "trace.json",
         "DELTA_REPORT": "step",
+        "DELTA_PLANNING": "between",
         "DELTA_CHECK": "on",
     }
     assert set(texts) == set(VARIABLES.values())
@@ -120,6 +121,7 @@ def test_every_variable_reaches_its_field():
         strict=True,
         trace="trace.json",
         report="step",
+        planning="between",
         check=True,
     )
 

@@ -45,7 +45,10 @@ LAYERS = {
     "standing_aside": _layer("affordable_peak plan_cache"),
     "affordable_peak": _layer("core planners planning_time", "numpy"),
     "plan_trials": _layer("core"),
-    "plan_cache": _layer("core planners affordable_peak plan_trials planning_time", "numpy"),
+    "plans_beside": _layer("core"),
+    "plan_cache": _layer(
+        "core planners affordable_peak plan_trials planning_time plans_beside", "numpy"
+    ),
     "simulate": _layer("core online planners", "numpy scipy"),
     "report": _layer("core", "numpy scipy rich", lazy="matplotlib"),
     "extension": _layer("core _C", "torch"),
@@ -57,7 +60,8 @@ LAYERS = {
     "torch_hooks": _layer("core extension optimizer_hooks raw_access saved_leaves _C", "torch"),
     "entered": _layer("core extension raw_access torch_hooks _C", "torch"),
     "steps": _layer(
-        "core config act extension online plan_cache planning_time pump raw_access record report standing_aside _C",
+        "core config act extension online plan_cache planning_time plans_beside pump raw_access record report "
+        "standing_aside _C",
         "numpy torch",
     ),
 }

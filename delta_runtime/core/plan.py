@@ -103,7 +103,9 @@ class Plan:
             weights, predicted_seconds, predicted_peak_bytes, as_written: see the class.
             dropped_twice: see the class; None where nothing is.
         """
-        rows = np.array([row for each in intervals for row in each], np.int64).reshape(-1, 4)
+        # One by one: a long call of numpy would keep Python's lock from training.
+        numbers = (number for each in intervals for row in each for number in row)
+        rows = np.fromiter(numbers, np.int64).reshape(-1, 4)
         counts = [0, *(len(each) for each in intervals)]
         begins, ends, exits, copy_back_at = np.ascontiguousarray(rows.T)
         return cls(

@@ -145,10 +145,11 @@ class StepGraph:
         showed (inputs that are not in the cache any more, cheaper ways that replay takes), or 1.
         """
         known = np.isfinite(self.op_replay_seconds)
-        names, name = np.unique(np.array(self.op_name, dtype=object), return_inverse=True)
-        first = np.bincount(name[known], self.op_seconds[known], len(names))
-        again = np.bincount(name[known], self.op_replay_seconds[known], len(names))
-        ratio = np.divide(again, first, out=np.ones(len(names)), where=first > 0)
+        numbers: dict[str, int] = {}
+        name = np.array([numbers.setdefault(each, len(numbers)) for each in self.op_name], np.int64)
+        first = np.bincount(name[known], self.op_seconds[known], len(numbers))
+        again = np.bincount(name[known], self.op_replay_seconds[known], len(numbers))
+        ratio = np.divide(again, first, out=np.ones(len(numbers)), where=first > 0)
         return np.where(known, self.op_replay_seconds, self.op_seconds * ratio[name])
 
     @cached_property

@@ -84,8 +84,8 @@ class Evaluator:
         use_row = np.repeat(np.arange(len(graph.saved)), np.diff(graph.use_offsets))
         use_op = np.searchsorted(graph.op_tick, graph.uses, side="right") - 1
         in_order = np.lexsort((use_row, use_op))
-        self.uses = list(zip(use_op[in_order].tolist(), use_row[in_order].tolist(), strict=True))
-        self.work_of_a_play = len(self.uses) + len(self.made_at) + len(self.base) // 8 + 20
+        self.use_op, self.use_row = use_op[in_order], use_row[in_order]
+        self.work_of_a_play = len(self.use_op) + len(self.made_at) + len(self.base) // 8 + 20
         self.lanes = lanes
         self._compiled = self._compile(cover)
 
@@ -93,7 +93,6 @@ class Evaluator:
         if compiled.planners is None:
             return None
         parents = cover.recipes.parent_lists
-        uses = np.array(self.uses, np.int64).reshape(-1, 2)
         return compiled.planners.Evaluation(
             bytes=cover.bytes,
             begin=cover.begin,
@@ -106,8 +105,8 @@ class Evaluator:
             seconds=self.seconds,
             work_bytes=self.work_bytes,
             gone=self.gone,
-            use_op=uses[:, 0],
-            use_row=uses[:, 1],
+            use_op=self.use_op,
+            use_row=self.use_row,
             lanes=self.lanes.columns() if self.lanes is not None else [],
             by_begin=np.argsort(cover.begin, kind="stable"),
         )
@@ -171,7 +170,7 @@ class Evaluator:
         def is_there(row: int, at: int) -> bool:
             return (resident[row] or at < self.begin[row]) and self.gone[row] >= at
 
-        for at, row in self.uses:
+        for at, row in zip(self.use_op.tolist(), self.use_row.tolist(), strict=True):
             if is_there(row, at):
                 continue
             todo, stack = {row}, [row]

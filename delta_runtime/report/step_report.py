@@ -74,7 +74,7 @@ class StepTotals:
         alone_steps: steps that were left alone, since observing them costs too much; see standing_aside.
         kept_bytes: bytes saved but not managed, by reason.
         exposed_bytes: most bytes of managed storages that code outside autograd held when room was needed.
-        planning_s: seconds of planning, between the steps.
+        planning_s: seconds of planning, between the steps and, in all of them together, beside them.
         begin_bytes: live at the first op.
         stuck_bytes, stuck_op: the most of the last step that nothing could be evicted from, and the op.
         uncounted_bytes: bytes of tensors that the CPU pool does not own.
