@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 
 import pytest
@@ -12,10 +11,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # in the tests that send one.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Plans are made between steps, so that a plan is there at the step that a test expects it at. Tests of planning beside
-# training ask for that.
-os.environ.setdefault("DELTA_PLANNING", "between")
-
 LONG = ("test_accelerator.py", "test_leaks.py", "test_stress_programs.py", "test_ecosystem.py")
 """Files with tests of minutes: first, so that no worker ends with one of them while the others wait."""
 
@@ -23,3 +18,9 @@ LONG = ("test_accelerator.py", "test_leaks.py", "test_stress_programs.py", "test
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Workers are given whole files in this order (`--no-loadscope-reorder`)."""
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
+@pytest.fixture(autouse=True)
+def plans_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a plan there at the step that a test expects it at; tests of planning beside training ask for that."""
+    monkeypatch.setenv("DELTA_PLANNING", "between")

@@ -5,14 +5,18 @@ Covers the form alone: what is chosen, and what it leads to, is known by then.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from delta_runtime.core.events import Exit
-from delta_runtime.core.plan import Interval, Plan
+from delta_runtime.core.plan import NEVER, Plan
+from delta_runtime.core.step_graph import Ints
 from delta_runtime.planners.evaluate import Evaluator
 from delta_runtime.planners.greedy_drops import GreedyCover
 from delta_runtime.planners.repair import Evictions
 from delta_runtime.planners.swap_search import prefetch_ops
+from delta_runtime.planners.transfer_schedule import Span
 
 
 def plan_of(
@@ -35,27 +39,8 @@ def plan_of(
     copy_back = prefetch_ops(evaluator, choice) if choice.swapped.any() else {}
     need = evaluator.needs(choice.dropped)
     spans = evaluator.spans(choice.dropped, choice.swapped) if copy_back else {}
-    tick = [*graph.op_tick.tolist(), graph.ticks]
-    made_at = graph.op_tick[graph.value_op].tolist()
-    intervals: list[list[Interval]] = [[] for _ in range(graph.n_values)]
-    for row, value in enumerate(graph.saved.tolist()):
-        there = Interval(made_at[value], graph.ticks)
-        intervals[value].append(there)
-        if choice.dropped[row]:
-            leaves, back = tick[cover.begin[row]], int(choice.evaluation.back[row])
-            intervals[value] = [there._replace(end=leaves, exit=Exit.DROP)]
-            if back >= 0:
-                intervals[value].append(Interval(tick[back], graph.ticks))
-        elif choice.swapped[row]:
-            copies_back = tick[copy_back[row]]
-            leaves = min(tick[min(spans[row].begin, graph.n_ops)], copies_back)
-            intervals[value] = [
-                Interval(made_at[value], leaves, Exit.SWAP, copies_back),
-                # What is rebuilt from it may need it before it has left at all.
-                Interval(max(tick[need[row]], copies_back), graph.ticks),
-            ]
-    return Plan.of(
-        intervals,
+    return Plan(
+        **_columns(cover, choice, copy_back, need, spans),
         weights=weights,
         dropped_twice=dropped_twice,
         predicted_seconds=choice.evaluation.seconds,
@@ -63,3 +48,45 @@ def plan_of(
             budget_bytes + choice.evaluation.excess.max(initial=-budget_bytes)
         ),
     )
+
+
+def _columns(
+    cover: GreedyCover,
+    choice: Evictions,
+    copy_back: Mapping[int, int],
+    need: Sequence[int],
+    spans: Mapping[int, Span],
+) -> dict[str, Ints]:
+    """Return the intervals of all values: two at the most, one from when it is made, and one from when it is back.
+
+    In columns from the beginning: objects for each would have Python look through all objects of the program.
+    """
+    graph = cover.graph
+    tick = np.append(graph.op_tick, graph.ticks)
+    n = len(graph.saved)
+    ends, back = np.full(n, graph.ticks), np.full(n, NEVER)
+    exits, copies = np.full(n, int(Exit.STAYS)), np.full(n, NEVER)
+    drops = choice.dropped
+    ends[drops], exits[drops] = tick[cover.begin[drops]], Exit.DROP
+    asked = drops & (choice.evaluation.back >= 0)
+    back[asked] = tick[choice.evaluation.back[asked]]
+    for row in np.flatnonzero(choice.swapped & ~drops).tolist():
+        copies[row], exits[row] = tick[copy_back[row]], Exit.SWAP
+        ends[row] = min(tick[min(spans[row].begin, graph.n_ops)], copies[row])
+        # What is rebuilt from it may need it before it has left at all.
+        back[row] = max(tick[need[row]], copies[row])
+    there = np.stack([np.ones(n, bool), back != NEVER], axis=1)[np.argsort(graph.saved)]
+
+    def column(first: Ints, second: Ints | int) -> Ints:
+        both = np.stack(np.broadcast_arrays(first, second), axis=1)[np.argsort(graph.saved)]
+        return np.ascontiguousarray(both[there], np.int64)
+
+    counts = np.zeros(graph.n_values, np.int64)
+    counts[graph.saved] = 1 + (back != NEVER)
+    return {
+        "interval_offsets": np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        "begins": column(graph.op_tick[graph.value_op[graph.saved]], back),
+        "ends": column(ends, graph.ticks),
+        "exits": column(exits, int(Exit.STAYS)),
+        "copy_back_at": column(copies, NEVER),
+    }
