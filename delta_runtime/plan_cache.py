@@ -29,6 +29,7 @@ from functools import partial
 import numpy as np
 
 from delta_runtime.affordable_peak import MOST_WORK, AffordablePeak, affordable_s, bearable_s
+from delta_runtime.core.errors import PlannerInfeasible
 from delta_runtime.core.events import Bounds
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import StepGraph
@@ -37,6 +38,7 @@ from delta_runtime.plan_trials import MOST_TRIALS, TRIAL_STEPS, Next, PlanTrials
 from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.bounds import bounds_of
 from delta_runtime.planners.evaluate import WORK_PER_SECOND
+from delta_runtime.planners.registry import PLANNERS
 from delta_runtime.planning_time import PlanningTime
 from delta_runtime.plans_beside import Made, MakePlan, PlansBeside
 
@@ -161,6 +163,8 @@ class PlanCache:
         drops, swaps: what plans may do with a value.
         yields: whether a budget that cannot be met is given up.
         planning: how long plans may take; None for as long as they like.
+        planner: who makes the final plan of a graph, by its name in `planners.registry`. Until then, and where that
+            one has none, it is joint's.
         beside: makes them beside training; None: they are made at once.
     """
 
@@ -172,6 +176,7 @@ class PlanCache:
         swaps: bool = False,
         yields: bool = False,
         planning: PlanningTime | None = None,
+        planner: str = "joint",
         beside: PlansBeside | None = None,
     ) -> None:
         self._makes_plans = plans
@@ -179,6 +184,9 @@ class PlanCache:
         self._swaps = swaps
         self._yields = yields
         self._planning = planning or PlanningTime(limited=False)
+        self._planner = planner
+        self.refusal: PlannerInfeasible | None = None
+        """That the planner has no plan for the budget, where it said so last."""
         self._beside = beside
         self._begun: _Begun | None = None  # beside training
         self._known: OrderedDict[_Key, _Known] = OrderedDict()
@@ -386,7 +394,9 @@ class PlanCache:
         left_s = self._planning.left_s
         final = known.runs >= CALIBRATION_STEPS
         free = known.plan is None and known.runs > 1
-        if final and known.plan is not None:
+        if final and self._planner != "joint":
+            may = True  # who asks for a planner by name waits for it
+        elif final and known.plan is not None:
             effort_s = SEARCH_EFFORT * known.plan.predicted_seconds
             may = left_s >= known.plan_s + min(
                 effort_s, joint_heuristic.MOST_EFFORT / WORK_PER_SECOND
@@ -413,9 +423,19 @@ class PlanCache:
             self._beside.begin(make)
             return
         before_s = self._planning.spent_s
-        with self._planning.planning(free=begun.free):
-            plan = make()
+        try:
+            with self._planning.planning(free=begun.free):
+                plan = make()
+        except PlannerInfeasible as refusal:
+            self._take_refusal(known, refusal)
+            return
         self._put_in_place(known, begun, plan, self._planning.spent_s - before_s)
+
+    def _take_refusal(self, known: _Known, refusal: PlannerInfeasible) -> None:
+        """Stay with joint's plan where the planner has none; it is not asked again for this budget."""
+        self.refusal = refusal
+        known.searched = not known.outdated
+        known.trials.begin(settled=True)
 
     def take_made(self) -> bool:
         """Put the plan in place that was made beside training, if there is one.
@@ -435,9 +455,13 @@ class PlanCache:
         return self._take_in(made, begun)
 
     def _take_in(self, made: Made, begun: _Begun) -> bool:
+        known = self._known.get(begun.key)
+        if isinstance(made.error, PlannerInfeasible):
+            if known is not None:
+                self._take_refusal(known, made.error)
+            return False
         if made.error is not None:
             raise made.error
-        known = self._known.get(begun.key)
         if known is None or made.plan is None or known.budget_bytes != begun.budget_bytes:
             return False
         self._put_in_place(known, begun, made.plan, made.seconds)
@@ -530,6 +554,8 @@ class PlanCache:
                 del self._known[key]
 
     def _make_plan(self, known: _Known) -> MakePlan:
+        if self._planner != "joint" and known.runs >= CALIBRATION_STEPS and not self._yielded:
+            return partial(_by_name, self._planner, known.graph, known.budget_bytes, known.links)
         return partial(
             joint_heuristic.plan,
             known.graph,
@@ -593,6 +619,18 @@ class PlanCache:
             for graph, plan in known
             if plan is not None or not self._makes_plans
         ]
+
+
+def _by_name(planner: str, graph: StepGraph, budget_bytes: int, links: Links | None) -> Plan:
+    """Return the plan of a planner.
+
+    Raises:
+        PlannerInfeasible: it has none for this budget.
+    """
+    result = PLANNERS[planner].plan(graph, budget_bytes, links)
+    if result.plan is None:
+        raise PlannerInfeasible(planner, budget_bytes, result.least_budget_bytes or 0)
+    return result.plan
 
 
 def _is_dear(cost: StepCost) -> bool:

@@ -231,12 +231,15 @@ class Runtime:
             UsageError: steps are nested, another runtime is entered, or this one is closed.
             BudgetInfeasible: with strict=True, the budget cannot be met. Gradients of this step are
                 incomplete; weights and optimizer state are as they were.
+            PlannerInfeasible: with strict=True, the planner that the policy names has no plan for the budget. The step
+                has not begun.
         """
         return _Step(self)
 
     def _enter_step(self) -> None:
         if self.steps.in_block:
             raise UsageError("runtime.step() inside runtime.step().", change="Leave the first one.")
+        self.steps.raise_refusal()
         called_s = time.perf_counter()
         alone = self._depth == 0 and self.steps.aside.leaves_next and not self._closed
         # What was dropped in a step before, and is yet to be made again, needs us to see what is written.
@@ -434,6 +437,9 @@ class Runtime:
         Returns:
             Whether no plan is being made any more.
 
+        Raises:
+            PlannerInfeasible: with strict=True, the planner that the policy names has no plan for the budget.
+
         Example:
             >>> with runtime.step():                        # doctest: +SKIP
             ...     model(x).loss.backward()
@@ -443,6 +449,7 @@ class Runtime:
         done = self.steps.wait_for_plan(timeout)
         if done:
             self._take_plan()
+            self.steps.raise_refusal()
         return done
 
     @shielded

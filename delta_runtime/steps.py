@@ -125,6 +125,7 @@ class Steps:
             swaps=Place.SWAPPED in policy.evicts_to,
             yields=bool(policy.evicts_to) and self.ranks and not self._config.strict,
             planning=self.planning,
+            planner=policy.planner,
             beside=self.beside,
         )
 
@@ -152,6 +153,21 @@ class Steps:
                 follow(self._session, self.plans.plans())
         except Exception:
             logger.exception("delta_runtime: no plan could be made for this step")
+        self._warn_of_refusal()
+
+    def _warn_of_refusal(self) -> None:
+        refusal = self.plans.refusal
+        if refusal is not None and not self._config.strict:
+            self._warnings.planner_infeasible(refusal)
+
+    def raise_refusal(self) -> None:
+        """Raise that the planner has no plan for the budget, where that is an error.
+
+        Raises:
+            PlannerInfeasible: it said so, and the runtime is strict.
+        """
+        if self._config.strict and self.plans.refusal is not None:
+            raise self.plans.refusal
 
     def wait_for_plan(self, timeout_s: float | None = None) -> bool:
         """Wait for the plan that is being made beside training; `take_plan` takes it.
@@ -282,6 +298,7 @@ class Steps:
         self.last_planning_s = self.planning.spent_s - before_s
         if over:
             self._warnings.over_budget(step_peak_bytes, self.bounds(), self.limit_bytes)
+        self._warn_of_refusal()
         self._warnings.failed_copies(self.totals)
         if self.trace is not None:
             self.trace.add_step(np.frombuffer(self._session.drain_trace(), dtype=TRACE_DTYPE))

@@ -123,6 +123,39 @@ class BudgetInfeasible(DeltaError):
         self.details = details
 
 
+class PlannerInfeasible(BudgetInfeasible):
+    """The planner that a policy names has no plan within the budget; others may have one.
+
+    Training state is as it was. Without strict=True it is a warning, and the joint plan is followed instead.
+
+    Args:
+        planner: its name.
+        asked_bytes: the budget.
+        least_budget_bytes: for which it has one; 0 where it has none at all.
+    """
+
+    def __init__(self, planner: str, asked_bytes: int, least_budget_bytes: int) -> None:
+        least = format_bytes(least_budget_bytes)
+        has = f"The least budget that it has a plan for is {least}." if least_budget_bytes else ""
+        DeltaError.__init__(
+            self,
+            f"The planner {planner!r} has no plan within {format_bytes(asked_bytes)}. {has}".rstrip(),
+            asked=f"a budget of {format_bytes(asked_bytes)} ({asked_bytes:,} bytes)",
+            tried=f"policy={planner!r}",
+            change=(
+                f"raise the budget to {least} ({least_budget_bytes:,} bytes) or more, or take policy='auto'"
+                if least_budget_bytes
+                else "take policy='auto'"
+            ),
+        )
+        self.planner = planner
+        self.asked_bytes = asked_bytes
+        self.lower_bound_bytes = 0
+        self.lower_bound_op = ""
+        self.least_budget_bytes = least_budget_bytes
+        self.details = ""
+
+
 class RecomputeMismatch(DeltaError):
     """A recomputed value is not, bit for bit, the value that was dropped.
 

@@ -1,7 +1,8 @@
 """Policies: a named choice of a filter, of where pages may go, and of whether a plan is followed.
 
 A policy only suggests; the ledger alone refuses. Users choose `auto`, `recompute`, `swap`,
-`delta` or `off`; the others are there to be compared, and the `stress_*` ones to break things in tests. A
+`delta` or `off`; the others are there to be compared (`rotor`, `checkmate` and `min_peak` follow the planners of
+the source papers), and the `stress_*` ones to break things in tests. A
 new policy is one line in `POLICIES`.
 
 Not covered: what a filter computes (filters.py), and how a plan is made or followed.
@@ -45,6 +46,7 @@ class Policy:
         description: One line for users.
         filter: What ranks the victims; None when nothing is ever evicted.
         plans: Whether a plan made from the recorded graph is followed once the graph repeats.
+        planner: Who makes it: its name in `planners.registry`.
         evicts_to: The residencies that a victim may go to, where the device has such a tier; empty
             when nothing is ever evicted. HOST stands for any tier below: the nearest with room.
         director: Chooses between them while no plan is followed; None where there is one only.
@@ -59,6 +61,7 @@ class Policy:
     description: str
     filter: Filter | None
     plans: bool = False
+    planner: str = "joint"
     evicts_to: tuple[Place, ...] = (Place.DROPPED,)
     director: Director | None = None
     stress: Stress = Stress.NONE
@@ -91,6 +94,11 @@ class Policy:
 
 
 _BOTH = (Place.SWAPPED, Place.DROPPED)
+
+
+def _planned(name: str, description: str) -> Policy:
+    """Return the policy that follows the plans of the planner of the same name, which drops alone."""
+    return Policy(name, description, FILTERS["msps"], plans=True, planner=name)
 
 
 def _online(name: str, description: str) -> Policy:
@@ -138,6 +146,17 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
                 evicts_to=_BOTH,
                 director=DIRECTORS["free_time"],
             ),
+            Policy(
+                "joint",
+                "swap and recompute by the joint plan, as auto does",
+                FILTERS["msps"],
+                plans=True,
+                evicts_to=_BOTH,
+                director=DIRECTORS["stall"],
+            ),
+            _planned("rotor", "the fastest schedule of a chain, as written (Rotor)"),
+            _planned("checkmate", "the exact plan of a contracted step, as written (Checkmate)"),
+            _planned("min_peak", "least-peak checkpoints, as written"),
             _online(
                 "dtr", "drop cheap, large, stale pages first, dropped neighbours counted (DTR)"
             ),

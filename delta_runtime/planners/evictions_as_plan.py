@@ -6,6 +6,7 @@ Covers the form alone: what is chosen, and what it leads to, is known by then.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -39,8 +40,13 @@ def plan_of(
     copy_back = prefetch_ops(evaluator, choice) if choice.swapped.any() else {}
     need = evaluator.needs(choice.dropped)
     spans = evaluator.spans(choice.dropped, choice.swapped) if copy_back else {}
+    columns = _columns(cover, choice, copy_back, need, spans)
     return Plan(
-        **_columns(cover, choice, copy_back, need, spans),
+        interval_offsets=columns.interval_offsets,
+        begins=columns.begins,
+        ends=columns.ends,
+        exits=columns.exits,
+        copy_back_at=columns.copy_back_at,
         weights=weights,
         dropped_twice=dropped_twice,
         predicted_seconds=choice.evaluation.seconds,
@@ -50,13 +56,24 @@ def plan_of(
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Columns:
+    """Intervals of all values; see `Plan`."""
+
+    interval_offsets: Ints
+    begins: Ints
+    ends: Ints
+    exits: Ints
+    copy_back_at: Ints
+
+
 def _columns(
     cover: GreedyCover,
     choice: Evictions,
     copy_back: Mapping[int, int],
     need: Sequence[int],
     spans: Mapping[int, Span],
-) -> dict[str, Ints]:
+) -> _Columns:
     """Return the intervals of all values: two at the most, one from when it is made, and one from when it is back.
 
     In columns from the beginning: objects for each would have Python look through all objects of the program.
@@ -83,10 +100,10 @@ def _columns(
 
     counts = np.zeros(graph.n_values, np.int64)
     counts[graph.saved] = 1 + (back != NEVER)
-    return {
-        "interval_offsets": np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        "begins": column(graph.op_tick[graph.value_op[graph.saved]], back),
-        "ends": column(ends, graph.ticks),
-        "exits": column(exits, int(Exit.STAYS)),
-        "copy_back_at": column(copies, NEVER),
-    }
+    return _Columns(
+        interval_offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        begins=column(graph.op_tick[graph.value_op[graph.saved]], back),
+        ends=column(ends, graph.ticks),
+        exits=column(exits, int(Exit.STAYS)),
+        copy_back_at=column(copies, NEVER),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from delta_runtime.core.errors import PlannerInfeasible
 from delta_runtime.core.events import Bounds
 from delta_runtime.core.units import format_bytes
 from delta_runtime.core.warn import warn
@@ -56,6 +57,11 @@ class StepWarnings:
             f"{format_bytes(peak_bytes)}. {''.join(numbers)}. "
             "runtime.report() says more; strict=True makes this an error.",
         )
+
+    def planner_infeasible(self, refusal: PlannerInfeasible) -> None:
+        """Tell that the planner that was asked for has no plan."""
+        if self._first("planner"):
+            warn(f"delta_runtime: {refusal} The joint plan is followed instead.")
 
     def failed_copies(self, totals: StepTotals) -> None:
         """Tell that copies to a tier below failed, or those back.
