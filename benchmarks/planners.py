@@ -3,16 +3,19 @@
 A benchmark on generated instances, the same each time. Takes about two minutes on two idle cores; needs no GPU.
 
     python -m benchmarks.planners [--seconds 60] [--only joint]
+    python -m benchmarks.planners --only beside    # how long is training kept waiting?
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
 from delta_runtime.extension import _C
 from delta_runtime.planners import checkmate, joint_heuristic, min_peak, rotor
+from delta_runtime.plans_beside import PlansBeside
 from tests.support.large_graphs import SHAPES, large_graph
 from tests.support.recorded_steps import WORKLOADS, recorded
 
@@ -206,11 +210,48 @@ def twin_seconds(plan: Callable[[], Any]) -> str:
     return f"{seconds:.2f}"
 
 
+def gaps_s(goes_on: Callable[[], bool]) -> list[float]:
+    """Return how long this thread, which computes in Python all the time, came to a halt each time; longest first."""
+    gaps = []
+    last_s = time.perf_counter()
+    while goes_on():
+        now_s = time.perf_counter()
+        if now_s - last_s > 1e-3:
+            gaps.append(now_s - last_s)
+        last_s = now_s
+    return sorted(gaps, reverse=True) or [0.0]
+
+
+def measure_beside(console: Console) -> None:
+    """Measure how long a thread waits for Python's lock while another one plans, and how long where none does."""
+    table = Table(
+        *("graph", "saved values", "halts over 1 ms", "median: ms", "99 %: ms", "longest: ms"),
+        title="a thread that computes in Python beside planning",
+    )
+
+    def row(name: str, values: str, gaps: list[float]) -> None:
+        part = [gaps[int(share * (len(gaps) - 1))] for share in (0.5, 0.01, 0)]
+        table.add_row(name, values, str(len(gaps)), *(f"{1e3 * each:.1f}" for each in part))
+
+    for shape in SHAPES:
+        graph = large_graph(shape, 10_000)
+        quarter = Links(*[0.25 * graph.activation_bytes / graph.seconds] * 2)
+        budget_bytes = int(graph.peak_bytes - 0.5 * graph.activation_bytes)
+        gc.collect()
+        plans = PlansBeside()
+        plans.begin(partial(joint_heuristic.plan, graph, budget_bytes, effort=4.0, links=quarter))
+        begin_s = time.perf_counter()
+        row(shape, str(len(graph.saved)), gaps_s(lambda plans=plans: plans.take() is None))
+        ends_s = 2 * time.perf_counter() - begin_s
+        row("none", "", gaps_s(lambda ends_s=ends_s: time.perf_counter() < ends_s))
+    console.print(table)
+
+
 def main() -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seconds", type=float, default=60.0, help="that one instance may take")
-    parser.add_argument("--only", choices=["chains", "dags", "joint"], help="one part")
+    parser.add_argument("--only", choices=["chains", "dags", "joint", "beside"], help="one part")
     arguments = parser.parse_args()
     console = Console(width=120)
     if arguments.only in (None, "chains"):
@@ -219,6 +260,8 @@ def main() -> int:
         measure_dags(console, arguments.seconds)
     if arguments.only in (None, "joint"):
         measure_joint(console)
+    if arguments.only == "beside":
+        measure_beside(console)
     return 0
 
 
