@@ -10,6 +10,9 @@ Note: planning beside training
   4. It is asked to stop, and waited for, when the runtime is closed and when the interpreter ends: a thread that
      is in C++ by then would bring the process down.
   5. In a forked child it does not exist: what it was making is not made there, and planned for anew.
+  6. A runtime that nobody holds any more goes anywhere in the program, and what Python runs then swallows what a
+     signal handler raises. So the thread looks whether its owner is there still, and nobody's end runs Python: no
+     __del__, no callback of a weak reference (a `Thread` has one, so that it goes on its own thread).
 
 Covers one runtime's thread. Does not cover what is planned, or when (plan_cache).
 """
@@ -52,16 +55,18 @@ class Made:
 class _Making:
     """One plan that is being made."""
 
-    def __init__(self, make: MakePlan) -> None:
+    def __init__(self, make: MakePlan, owner: PlansBeside) -> None:
         self.made = Made()
+        self._owner = weakref.ref(owner)
         self._make = make
         self._stops = False
         self._began_s = time.perf_counter()
         self._over = threading.Event()
         self._process = os.getpid()
-        self.thread = threading.Thread(target=self._run, name="delta_runtime plans", daemon=True)
+        thread = threading.Thread(target=self._run, name="delta_runtime plans", daemon=True)
+        self._thread: threading.Thread | None = thread
         _all.add(self)
-        self.thread.start()
+        thread.start()
 
     def _run(self) -> None:
         plan, error = None, None
@@ -72,14 +77,17 @@ class _Making:
             pass
         except Exception as raised:
             error = raised
-        self.made = Made(plan, error, time.thread_time())
-        self._over.set()
+        finally:
+            self.made = Made(plan, error, time.thread_time())
+            self._over.set()
+            self._thread = None  # rule 6
+            _all.discard(self)
 
     def _is_to_stop(self) -> bool:
         if time.perf_counter() - self._began_s > _TURN_S:
             time.sleep(_PAUSE_S)
             self._began_s = time.perf_counter()
-        return self._stops
+        return self._stops or self._owner() is None
 
     def ask_to_stop(self) -> None:
         self._stops = True
@@ -95,11 +103,12 @@ class _Making:
 
     def join(self) -> None:
         """Wait for the end of the thread, if it is of this process."""
-        if os.getpid() == self._process:
-            self.thread.join()
+        thread = self._thread
+        if thread is not None and os.getpid() == self._process:
+            thread.join()
 
 
-_all: weakref.WeakSet[_Making] = weakref.WeakSet()
+_all: set[_Making] = set()
 
 
 @atexit.register
@@ -116,10 +125,6 @@ class PlansBeside:
     def __init__(self) -> None:
         self._making: _Making | None = None
 
-    def __del__(self) -> None:
-        if self._making is not None:
-            self._making.ask_to_stop()
-
     @property
     def is_idle(self) -> bool:
         """Whether no plan is being made, and none waits to be taken."""
@@ -132,7 +137,7 @@ class PlansBeside:
             make: makes it; must not touch what another thread may change.
         """
         assert self._making is None, "one at a time"
-        self._making = _Making(make)
+        self._making = _Making(make, self)
 
     def take(self) -> Made | None:
         """Return what came of it; None as long as it goes on, or if nothing was begun."""

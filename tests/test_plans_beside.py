@@ -47,6 +47,8 @@ real_plan = joint_heuristic.plan
 def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("DELTA_PLANNING", "beside")
     yield
+    for thread in planning_threads():  # asked to stop, or at its end
+        thread.join(10)
     assert not planning_threads()
 
 
