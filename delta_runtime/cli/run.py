@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import delta_runtime_autoload
 from delta_runtime.cli import PROGRAM
-from delta_runtime.config import BUDGET_VARIABLE, REPORT_MODES, VARIABLES, VERIFY_MODES, Config
+from delta_runtime.config import (
+    BUDGET_VARIABLE,
+    PLANNING_MODES,
+    REPORT_MODES,
+    VARIABLES,
+    VERIFY_MODES,
+    Config,
+)
 from delta_runtime.core.errors import DeltaError
 
 if TYPE_CHECKING:
@@ -34,6 +41,7 @@ _HELP = {
     "strict": "raise where the budget cannot be met",
     "trace": "file to write the trace to",
     "report": ", ".join(REPORT_MODES),
+    "planning": "when plans are made: " + ", ".join(PLANNING_MODES),
     "check": "check every invariant after every event (slow)",
 }
 
