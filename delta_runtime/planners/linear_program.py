@@ -123,6 +123,8 @@ class LinearProgram:
             SolverFailed: neither a solution, nor a proof that there is none, nor the time limit.
             ImportError: scipy is not installed.
         """
+        if not self._costs:
+            return self._without_columns()
         end_s = None if time_limit_s is None else time.monotonic() + time_limit_s
         found = self._run(end_s, gap, relaxed)
         if found.status == _TROUBLE:
@@ -148,6 +150,13 @@ class LinearProgram:
             self._cost(bound),
             impossible=False,
         )
+
+    def _without_columns(self) -> Answer:
+        """Return the answer where each sum is 0: the solver takes no such program."""
+        rows = zip(self._row_lower, self._row_upper, strict=True)
+        if all(lower <= 0 <= upper for lower, upper in rows):
+            return Answer(np.empty(0), 0.0, 0.0, impossible=False)
+        return Answer(None, np.inf, None, impossible=True)
 
     def _run(
         self, end_s: float | None, gap: float | None, relaxed: bool, presolve: bool = True

@@ -158,3 +158,13 @@ def test_without_scipy_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(ImportError, match="pip install"):
         two_columns().solve()
+
+
+@pytest.mark.parametrize(("lower", "upper", "impossible"), [(-1, 0, False), (1, 2, True)])
+def test_without_columns_each_sum_is_nothing(lower, upper, impossible):
+    program = LinearProgram()
+    program.row([], lower, upper)
+    for relaxed in (False, True):
+        answer = program.solve(relaxed=relaxed)
+        assert answer.impossible == impossible
+        assert (answer.x is None) == impossible
