@@ -11,30 +11,40 @@ Note: nothing is made to look smaller than it is
   1. An op of the contracted graph holds at its worst what the worst of its ops holds.
   2. A member of a group counts until the whole group is let go of, even where it went before.
   3. A group may leave when all of it may, and has to be there from the first to the last moment of an op that asks
-     for any of it.
+     for any of it, or reads what was asked for: the next op does, and behind the last time all do until it is let go
+     of. The judge of plans only looks at when it is asked for.
   4. A group is rebuilt member by member: an op that two members need runs for each of them.
   5. What an op asks for above what is live at its begin is chosen for what the judge of plans reads in it, its worst
-     being the same: in forward, so much that rebuilding any member of its group fits; in backward, no more than what a
-     rebuild in front of it may count on.
+     being the same: no more than what a rebuild in front of it may count on. What rebuilding the members of a group
+     holds for a moment is a value of its own, which nobody saves.
+  6. What the program lets go of while it is still read for a rebuild is made again each time, as part of that: an op
+     that both need runs for each.
+  With these a plan of the contracted graph holds and takes no less than the same plan of the whole, as long as a group
+  is rebuilt from groups that are there. Of what is rebuilt in passing, each member that is read runs for each that
+  reads it, and a group of several holds some of its members while the last is made: planners have the expanded plan
+  judged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from delta_runtime.core.plan import NEVER, Interval, Plan
 from delta_runtime.core.recipes import Recipes, recipes_of
-from delta_runtime.core.step_graph import Floats, Ints, StepGraph
+from delta_runtime.core.step_graph import Floats, Ints, Mask, StepGraph
 from delta_runtime.planners.greedy_drops import GreedyCover
+from delta_runtime.planners.presence import asked_ops, gone_ops
 
 MOST_OPS = 45
 """Ops of a contracted graph for which an exact solver proves its plan within a minute."""
 LEAST_SHARE = 1e-3
 """Of all saved bytes: what is smaller is cheap to keep, and stays."""
 
+_NO_GROUP = -1
 _ACROSS_A_CUT = 2.0  # how much dearer it is to merge what a single value separates
 
 
@@ -45,7 +55,7 @@ class MergedOp:
     Args:
         name: of the op in it that takes the longest.
         first, last: ops of the whole graph, `last` included.
-        saved: number of saved values in the group that it makes; 0 where it makes none.
+        saved: number of saved values in the groups that it makes.
         saved_bytes: of these together.
         seconds: of all its ops.
         backward: whether it is part of backward.
@@ -66,7 +76,7 @@ class Contraction:
 
     Args:
         whole: the recorded step.
-        graph: the contracted one; its saved values are the groups, its ticks number its ops.
+        graph: the contracted one; its saved values are the groups in order, its ticks number its ops.
         groups: rows of `whole.saved` in each of `graph.saved`.
         op_begin: first op of `whole` in each op of `graph`, and `whole.n_ops` at the end.
         leaves: op of `whole` before which each row of `whole.saved` may leave first.
@@ -81,13 +91,15 @@ class Contraction:
     asked: list[Ints]
 
     def expand(self, plan: Plan) -> Plan:
-        """Return the same plan for the whole graph; its seconds and its peak are those of the contracted one."""
+        """Return the same plan for the whole graph; its seconds and its peak are to be judged."""
         whole, tick = self.whole, [*self.whole.op_tick.tolist(), self.whole.ticks]
         made_at = whole.op_tick[whole.value_op].tolist()
+        gone = gone_ops(whole).tolist()
         intervals: list[list[Interval]] = [[] for _ in range(whole.n_values)]
         for value in whole.saved.tolist():
             intervals[value] = [Interval(made_at[value], whole.ticks)]
-        of_groups = plan.intervals()
+        of_values = plan.intervals()
+        of_groups = [of_values[value] for value in self.graph.saved.tolist()]
         begins = self._begin_ops(of_groups)
         for group, rows in enumerate(self.groups):
             for row in rows.tolist():
@@ -95,13 +107,14 @@ class Contraction:
                 intervals[value] = [
                     Interval(
                         made_at[value] if number == 0 else tick[begins[each.begin]],
-                        tick[self._end_op(each.end, row)],
+                        tick[self._end_op(each.end, row, begins)],
                         each.exit,
                         each.copy_back_at
                         if each.copy_back_at == NEVER
                         else tick[self.op_begin[each.copy_back_at]],
                     )
                     for number, each in enumerate(of_groups[group])
+                    if number == 0 or begins[each.begin] < gone[row]
                 ]
         weights = np.full(whole.n_values, np.inf)
         weights[whole.saved] = _seconds_per_byte(whole)
@@ -131,15 +144,23 @@ class Contraction:
                 begins[each.begin] = min([begins.get(each.begin, high), *(uses or [low])])
         return begins
 
-    def _end_op(self, end: int, row: int) -> int:
-        """Return the op of the whole graph before which a row of a group leaves that leaves before an op."""
+    def _end_op(self, end: int, row: int, begins: Mapping[int, int]) -> int:
+        """Return the op of the whole graph before which a row of a group leaves that leaves before an op.
+
+        Args:
+            end: the op of the contracted graph.
+            row: of `whole.saved`.
+            begins: see `_begin_ops`.
+        """
         if end >= self.graph.n_ops:
             return self.whole.n_ops
-        first = int(self.leaves[row])
+        first, last = int(self.leaves[row]), int(self.op_begin[end])
         earliest = max(int(self.leaves[each]) for each in self._group_of(row))
-        # In forward each leaves as soon as it may, if its group does.
+        # In forward each leaves as soon as it may, if its group does and nobody is rebuilt from it before.
         as_soon = end == int(np.searchsorted(self.op_begin, earliest, side="left"))
-        return first if as_soon else max(int(self.op_begin[end]), first)
+        if as_soon and not any(first <= op < last for op in begins.values()):
+            return first
+        return max(last, first)
 
     def _group_of(self, row: int) -> list[int]:
         return next(rows.tolist() for rows in self.groups if row in rows)
@@ -147,18 +168,20 @@ class Contraction:
     def merged(self) -> list[MergedOp]:
         """Return what each op of the contracted graph stands for."""
         whole, graph = self.whole, self.graph
-        made = {int(graph.value_op[group]): rows for group, rows in enumerate(self.groups)}
+        made: dict[int, list[int]] = {}
+        for value, rows in zip(graph.saved.tolist(), self.groups, strict=True):
+            made.setdefault(int(graph.value_op[value]), []).extend(rows.tolist())
         found = []
         for op in range(graph.n_ops):
             first, last = (int(each) for each in self.op_begin[op : op + 2])
-            rows = made.get(op, np.empty(0, np.int64))
+            members = made.get(op, [])
             found.append(
                 MergedOp(
                     name=graph.op_name[op],
                     first=first,
                     last=last - 1,
-                    saved=len(rows),
-                    saved_bytes=int(whole.saved_bytes[rows].sum()),
+                    saved=len(members),
+                    saved_bytes=int(whole.saved_bytes[members].sum()),
                     seconds=float(graph.op_seconds[op]),
                     backward=bool(graph.op_backward[op]),
                 )
@@ -222,8 +245,10 @@ def _merged_by_size(graph: StepGraph, rows: Ints, recipes: Recipes, count: int) 
     bytes_ = graph.saved_bytes[rows].astype(np.float64)
     size = bytes_ / max(bytes_.sum(), 1.0) + seconds / max(seconds.sum(), 1e-12)
     cuts = set(cuts_of(rows, recipes))
-    groups = [[number] for number in range(len(rows))]
-    sizes = size.tolist()
+    # What one op makes is rebuilt together in any case.
+    begins = np.flatnonzero(np.diff(graph.value_op[graph.saved[rows]], prepend=-1))
+    groups = [each.tolist() for each in np.split(np.arange(len(rows)), begins[1:])]
+    sizes = np.add.reduceat(size, begins).tolist() if len(rows) else []
     while len(groups) > count:
         costs = [
             (sizes[at] + sizes[at + 1]) * (_ACROSS_A_CUT if groups[at][-1] in cuts else 1.0)
@@ -245,7 +270,7 @@ def contract(graph: StepGraph, groups: Sequence[Ints], recipes: Recipes) -> Cont
         recipes: of `graph`.
     """
     cover = GreedyCover(graph, 0, recipes)
-    asked = _asked_ops(graph)
+    asked = [np.array(sorted(each), np.int64) for each in asked_ops(graph)]
     groups = sorted(
         (np.sort(each) for each in groups if len(each)), key=lambda rows: _made(graph, rows)
     )
@@ -254,7 +279,7 @@ def contract(graph: StepGraph, groups: Sequence[Ints], recipes: Recipes) -> Cont
     turns = np.flatnonzero(np.diff(graph.op_backward.astype(np.int8))) + 1
     op_begin = np.unique([0, *ends, *firsts, *turns.tolist(), graph.n_ops])
     op_begin = op_begin[op_begin <= graph.n_ops]
-    frame = _Frame(graph, groups, op_begin, cover.begin, asked)
+    frame = _Contracting(graph, groups, op_begin, cover.begin, asked)
     return Contraction(graph, frame.contracted(recipes), groups, op_begin, cover.begin, asked)
 
 
@@ -262,16 +287,16 @@ def _made(graph: StepGraph, rows: Ints) -> int:
     return int(graph.value_op[graph.saved[rows]].max())
 
 
-def _asked_ops(graph: StepGraph) -> list[Ints]:
-    op = np.maximum(np.searchsorted(graph.op_tick, graph.uses, side="right") - 1, 0)
-    return [
-        op[begin:end]
-        for begin, end in zip(graph.use_offsets[:-1], graph.use_offsets[1:], strict=True)
-    ]
+class _Value(NamedTuple):
+    """A value of a contracted graph: a group, or no group."""
+
+    op: int
+    group: int
+    bytes_: int
 
 
 @dataclass(frozen=True, eq=False)
-class _Frame:
+class _Contracting:
     """Where the ops of a contracted graph begin, and the columns that follow from it."""
 
     whole: StepGraph
@@ -282,16 +307,16 @@ class _Frame:
 
     def contracted(self, recipes: Recipes) -> StepGraph:
         whole, n = self.whole, len(self.op_begin) - 1
+        recipes = self._outlasting(recipes)
         gone = [self._gone(rows) for rows in self.groups]
-        made = np.array([self._op_of(_made(whole, rows)) for rows in self.groups], np.int64)
+        made = [self._op_of(_made(whole, rows)) for rows in self.groups]
         ordinary = self._ordinary(gone)
         begins, ends = self.op_begin[:-1], self.op_begin[1:]
         most = np.maximum.reduceat(ordinary + whole.op_watermark_bytes, begins)
-        watermark = self._watermarks(most, ordinary, recipes)
-        uses = [
-            sorted({self._op_of(int(op)) for row in rows for op in self.asked[row]})
-            for rows in self.groups
-        ]
+        values = self._values(made, recipes)
+        saved = np.flatnonzero([group >= 0 for _, group, _ in values])
+        watermark = self._watermarks(most, ordinary, values)
+        uses = [self._uses(rows) for rows in self.groups]
         replay, reads = self._recipes(recipes, made, n)
         return StepGraph(
             fingerprint=whole.fingerprint,
@@ -307,17 +332,19 @@ class _Frame:
             op_backward=whole.op_backward[begins],
             op_managed_input_bytes=np.maximum.reduceat(whole.op_managed_input_bytes, begins),
             input_offsets=np.cumsum([0, *(len(each) for each in reads)], dtype=np.int64),
-            inputs=np.array([value for each in reads for value in each], np.int64),
-            value_op=made,
-            value_bytes=np.array(
-                [int(whole.saved_bytes[rows].sum()) for rows in self.groups], np.int64
-            ),
+            inputs=np.array([saved[group] for each in reads for group in each], np.int64),
+            value_op=np.array([op for op, _, _ in values], np.int64),
+            value_bytes=np.array([size for _, _, size in values], np.int64),
             value_fingerprint=np.array(
-                [whole.value_fingerprint[whole.saved[rows[0]]] for rows in self.groups], np.uint64
+                [
+                    whole.value_fingerprint[whole.saved[self.groups[group][0]]] if group >= 0 else 0
+                    for _, group, _ in values
+                ],
+                np.uint64,
             ),
-            value_repeats=np.ones(len(self.groups), bool),
-            saved=np.arange(len(self.groups), dtype=np.int64),
-            saved_at=made.copy(),
+            value_repeats=np.ones(len(values), bool),
+            saved=saved,
+            saved_at=np.array(made, np.int64),
             alone_at=np.array(
                 [
                     np.searchsorted(self.op_begin, self.leaves[rows].max(), side="left")
@@ -333,55 +360,104 @@ class _Frame:
             recorded_on=whole.recorded_on,
         )
 
+    def _values(self, made: Sequence[int], recipes: Recipes) -> list[_Value]:
+        """Return groups, and behind those of one op what rebuilding them holds for a moment (rule 5)."""
+        whole = self.whole
+        workspaces = workspaces_of(whole, recipes)
+        values: list[_Value] = []
+        momentary: dict[int, int] = {}
+        for group, (rows, op) in enumerate(zip(self.groups, made, strict=True)):
+            values.append(_Value(op, group, int(whole.saved_bytes[rows].sum())))
+            needs = int(max(workspaces[row] for row in rows.tolist()))
+            momentary[op] = max(momentary.get(op, 0), needs)
+        values += [_Value(op, _NO_GROUP, needs) for op, needs in momentary.items() if needs > 0]
+        return sorted(values, key=lambda value: value.op)
+
     def _op_of(self, op: int) -> int:
         return int(np.searchsorted(self.op_begin, op, side="right")) - 1
 
     def _gone(self, rows: Ints) -> int:
         """Return the first contracted op at whose begin no member of a group is held any more."""
-        gone = np.searchsorted(self.whole.op_tick, self.whole.released_at[rows], side="right")
-        return int(np.searchsorted(self.op_begin, gone.max(), side="left"))
+        return int(np.searchsorted(self.op_begin, gone_ops(self.whole)[rows].max(), side="left"))
+
+    def _uses(self, rows: Ints) -> list[int]:
+        """Return the contracted ops in which any of a group is asked for or read (rule 3)."""
+        gone_op = gone_ops(self.whole)
+        ops: set[int] = set()
+        for row in rows.tolist():
+            asked, gone = self.asked[row].tolist(), int(gone_op[row])
+            ops.update(asked)
+            ops.update(op + 1 for op in asked if op + 1 < gone)
+            ops.update(range(max(asked, default=gone), gone))
+        return sorted({self._op_of(op) for op in ops})
+
+    def _outlasting(self, recipes: Recipes) -> Recipes:
+        """Return recipes in which what goes while it is still read is made again each time (rule 6)."""
+        gone_op = gone_ops(self.whole)
+        group_of = {int(row): number for number, rows in enumerate(self.groups) for row in rows}
+        ops, parents = list(recipes.ops), list(recipes.parents)
+        latest = [self._last_rebuilt(rows) for rows in self.groups]
+        for group in range(len(self.groups) - 1, -1, -1):
+            for row in self.groups[group].tolist():
+                again, lasting = _reaching(recipes, row, gone_op > latest[group])
+                ops[row] = np.concatenate([recipes.ops[each] for each in again])
+                parents[row] = np.array(lasting, np.int64)
+                for parent in lasting:
+                    if parent in group_of:
+                        above = group_of[parent]
+                        latest[above] = max(latest[above], latest[group])
+        return replace(recipes, ops=ops, parents=parents)
+
+    def _last_rebuilt(self, rows: Ints) -> int:
+        """Return the last op of the whole behind which a group is rebuilt for itself; -1 if nobody asks for it."""
+        uses = [op for row in rows.tolist() for op in self.asked[row].tolist()]
+        if not uses:
+            return -1
+        begin = int(self.op_begin[self._op_of(max(uses))])
+        return min(int(op) for op in uses if op >= begin)
 
     def _ordinary(self, gone: Sequence[int]) -> Ints:
         """Return ordinary bytes at each op of the whole, with every member counted until its group is gone (rule 2)."""
         whole = self.whole
+        gone_op = gone_ops(whole)
         more = np.zeros(whole.n_ops + 1, np.int64)
         for rows, until in zip(self.groups, gone, strict=True):
             end = int(self.op_begin[min(until, len(self.op_begin) - 1)])
             for row in rows.tolist():
-                begin = int(np.searchsorted(whole.op_tick, whole.released_at[row], side="right"))
+                begin = int(gone_op[row])
                 if begin < end:
                     more[begin] += whole.saved_bytes[row]
                     more[end] -= whole.saved_bytes[row]
         return np.asarray(whole.op_ordinary_bytes + np.cumsum(more)[:-1], np.int64)
 
-    def _watermarks(self, most: Ints, ordinary: Ints, recipes: Recipes) -> Ints:
+    def _watermarks(self, most: Ints, ordinary: Ints, values: Sequence[_Value]) -> Ints:
         """Return what each contracted op asks for above what is live at its begin (rule 5).
 
         Args:
             most: live bytes of each contracted op at its worst.
             ordinary: live bytes at the begin of each op of the whole.
-            recipes: of the whole.
+            values: of the contracted graph.
         """
-        whole = self.whole
+        whole, last = self.whole, len(most) - 1
+        made = np.zeros(len(most), np.int64)
+        for op, _, size in values:
+            made[op] += size
         watermark = most - ordinary[self.op_begin[:-1]]
-        workspaces = workspaces_of(whole, recipes)
-        for rows in self.groups:
-            op = self._op_of(_made(whole, rows))
-            needs = int(whole.saved_bytes[rows].sum()) + int(max(workspaces[row] for row in rows))
-            watermark[op] = max(int(watermark[op]), needs)
         asked = np.unique(np.concatenate([np.empty(0, np.int64), *self.asked]))
-        for op in range(1, len(most)):
-            if not whole.op_backward[self.op_begin[op]]:
-                continue
-            low, high = self.op_begin[op - 1 : op + 1]
+        for op in range(len(most)):
+            low, high = self.op_begin[op : op + 2]
             rebuilt = np.append(asked[(asked >= low) & (asked < high)], low)
             behind = np.minimum(rebuilt + 1, whole.n_ops - 1)
             charged = ordinary[rebuilt] + whole.op_watermark_bytes[rebuilt]
-            spare = most[op - 1] - charged + whole.op_watermark_bytes[behind]
-            watermark[op] = int(spare.min())
-        return watermark
+            spare = int((most[op] - charged + whole.op_watermark_bytes[behind]).min())
+            after = min(op + 1, last)  # behind the last op the judge reads that op's own
+            watermark[after] = min(int(watermark[after]), spare) if after == op else spare
+        most_needed = np.where(made > 0, np.minimum(most, made), most)
+        return np.asarray(np.minimum(watermark, most_needed), np.int64)
 
-    def _recipes(self, recipes: Recipes, made: Ints, n: int) -> tuple[Floats, list[list[int]]]:
+    def _recipes(
+        self, recipes: Recipes, made: Sequence[int], n: int
+    ) -> tuple[Floats, list[list[int]]]:
         """Return what each contracted op takes to run again, and the groups that it reads (rule 4)."""
         group_of = {int(row): number for number, rows in enumerate(self.groups) for row in rows}
         replay = np.full(n, np.nan)
@@ -400,6 +476,19 @@ class _Frame:
             if any(made[group] > at for group in reads[at]):
                 raise ValueError("a group is rebuilt from one that is complete only after it")
         return replay, [sorted(each) for each in reads]
+
+
+def _reaching(recipes: Recipes, row: int, lasts: Mask) -> tuple[list[int], list[int]]:
+    """Return a row with those that it is rebuilt through, and the rows that last from which that starts."""
+    again, todo, lasting = {row}, [row], set()
+    while todo:
+        for parent in recipes.parents[todo.pop()].tolist():
+            if lasts[parent]:
+                lasting.add(parent)
+            elif parent not in again:
+                again.add(parent)
+                todo.append(parent)
+    return sorted(again), sorted(lasting)
 
 
 def workspaces_of(graph: StepGraph, recipes: Recipes) -> list[float]:

@@ -30,7 +30,7 @@ class Presence:
         """Op that makes each value."""
         self.leaves: Ints = np.minimum(cover.begin, graph.n_ops)
         """Op before which each may leave first: forward lets go of it."""
-        self.gone: Ints = np.searchsorted(graph.op_tick, graph.released_at, side="right")
+        self.gone: Ints = gone_ops(graph)
         """First op at whose begin the program does not hold it any more."""
         self.asked: list[set[int]] = asked_ops(graph)
         """Ops behind which each is asked for."""
@@ -78,6 +78,11 @@ class Presence:
         weights = np.full(graph.n_values, np.inf)
         weights[graph.saved] = np.array(seconds) / np.maximum(graph.saved_bytes, 1)
         return weights
+
+
+def gone_ops(graph: StepGraph) -> Ints:
+    """Return the first op at whose begin the program does not hold each saved value any more."""
+    return np.searchsorted(graph.op_tick, graph.released_at, side="right").astype(np.int64)
 
 
 def asked_ops(graph: StepGraph) -> list[set[int]]:

@@ -26,7 +26,13 @@ from delta_runtime.core.plan import Plan
 from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.step_graph import Floats, Ints, Mask, StepGraph
 from delta_runtime.planners.chain import Action, Chain, Kind
-from delta_runtime.planners.contraction import Contraction, contract, cuts_of, movable_rows
+from delta_runtime.planners.contraction import (
+    Contraction,
+    contract,
+    cuts_of,
+    movable_rows,
+    workspaces_of,
+)
 from delta_runtime.planners.presence import Presence
 
 _INPUT = -1  # the batch: no group
@@ -124,7 +130,8 @@ class StepChain:
     def columns(self) -> Chain:
         """Return the chain in the notation of `rotor`: seconds, and bytes of the device."""
         graph, n = self.graph, self.length
-        bytes_ = graph.value_bytes
+        bytes_ = graph.saved_bytes
+        workspace = workspaces_of(graph, self.presence.recipes)
         seconds = np.nan_to_num(graph.rerun_seconds)
         beside = self._held_beside()
         out = [int(bytes_[each.output]) for each in self.stages]
@@ -135,7 +142,7 @@ class StepChain:
             return float(beside[ops.start : ops.stop].max(initial=0.0))
 
         def again(stage: Stage) -> list[int]:
-            return [int(graph.value_op[each]) for each in (stage.rest, stage.output) if each >= 0]
+            return [each for each in (stage.rest, stage.output) if each != _INPUT]
 
         f_tmp: list[float] = [0.0] * n
         b_tmp: list[float] = [0.0] * (n + 1)
@@ -144,14 +151,14 @@ class StepChain:
         for number in range(n - 1, -1, -1):
             backward = worst(self.backward_ops(number))
             so_far = max(so_far, backward)
-            spare = [
-                float(graph.op_watermark_bytes[op]) - float(bytes_[graph.value_op == op].sum())
-                for op in again(self.stages[number])
-            ]
-            f_tmp[number] = max(worst(self._forward_ops(number)), so_far + max([0.0, *spare]))
+            most = max(workspace[group] for group in again(self.stages[number]))
+            f_tmp[number] = max(worst(self._forward_ops(number)), so_far + most)
             b_tmp[number] = max(backward, 0.0)
         return Chain(
-            f=[float(sum(seconds[op] for op in again(each))) for each in self.stages],
+            f=[
+                float(sum(seconds[self.presence.made[group]] for group in again(each)))
+                for each in self.stages
+            ],
             b=[
                 float(graph.op_seconds[list(self.backward_ops(number))].sum())
                 for number in range(n + 1)
@@ -180,7 +187,7 @@ class StepChain:
     def _held_beside(self) -> Floats:
         graph = self.graph
         beside = (graph.op_ordinary_bytes + graph.op_watermark_bytes).astype(np.float64)
-        for group, size in enumerate(graph.value_bytes.tolist()):
+        for group, size in enumerate(graph.saved_bytes.tolist()):
             beside[self.presence.made[group] : self.presence.gone[group]] -= size
         return beside
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -14,6 +14,7 @@ from delta_runtime.core.transfer import Links
 from delta_runtime.planners.evaluate import Evaluator
 from delta_runtime.planners.evictions_as_plan import plan_of
 from delta_runtime.planners.greedy_drops import GreedyCover
+from delta_runtime.planners.presence import Presence
 from delta_runtime.planners.repair import Evictions
 from delta_runtime.planners.transfer_schedule import LaneTimes
 from tests.support.step_graphs import Op, step_graph
@@ -47,6 +48,77 @@ def graphs(draw: st.DrawFn) -> StepGraph:
         )
         values += len(makes)
     return step_graph(ops, persistent_bytes=draw(st.integers(0, 100)))
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> StepGraph:
+    """Draw a row of blocks: single ops, residual ones, ops whose output is not saved, several outputs, in place."""
+    ops: list[Op] = []
+    values = 0
+
+    def op(reads: list[int], count: int, *, saves: bool, in_place: bool = False) -> list[int]:
+        nonlocal values
+        made = list(range(values, values + count))
+        values += count
+        makes = tuple(draw(st.integers(1, 40)) for _ in made)
+        ops.append(
+            Op(
+                tuple(reads),
+                makes,
+                tuple(made) if saves else (),
+                seconds=draw(st.integers(1, 9)) / 100,
+                workspace_bytes=draw(st.integers(0, 20)),
+                in_place=in_place,
+            )
+        )
+        return made
+
+    before: list[int] = []
+    for _ in range(draw(st.integers(2, 6))):
+        kind = draw(st.sampled_from(["single", "residual", "not saved", "several", "in place"]))
+        if kind == "single":
+            before = op(before, 1, saves=True)
+        elif kind == "residual":
+            first = op(before, 1, saves=True)
+            before = op([*first, *op(first, 1, saves=draw(st.booleans()))], 1, saves=True)
+        elif kind == "several":
+            before = op(before, 2, saves=True)[draw(st.integers(0, 1)) :][:1]
+        else:
+            before = op(op(before, 1, saves=False), 1, saves=True, in_place=kind == "in place")
+    return step_graph(ops, persistent_bytes=draw(st.integers(0, 100)))
+
+
+def with_backward_workspaces(graph: StepGraph, rng: np.random.Generator) -> StepGraph:
+    """Return a graph whose backward ops ask for something too."""
+    more = np.where(graph.op_backward, rng.integers(0, 60, graph.n_ops), 0)
+    return replace(graph, op_watermark_bytes=graph.op_watermark_bytes + more)
+
+
+def random_presence(presence: Presence, rng: np.random.Generator) -> Mask:
+    """Return what is there when, at random; what comes back is asked for before it goes again."""
+    graph = presence.graph
+    there: Mask = rng.random((graph.n_ops, len(graph.saved))) < rng.choice([0.0, 0.3, 0.6])
+    for row in range(len(graph.saved)):
+        column = there[:, row]
+        column[presence.made[row] : presence.leaves[row]] = True
+        column[sorted(presence.asked[row])] = True
+        column[presence.gone[row] :] = False
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], column, [False]])))
+        for begin, end in edges.reshape(-1, 2).tolist()[1:]:
+            column[begin:end] = bool(presence.asked[row].intersection(range(begin, end)))
+    return there
+
+
+def with_what_is_read(there: Mask, presence: Presence) -> Mask:
+    """Return the same, with all there that something is rebuilt from while it is: nothing is made in passing."""
+    full = there.copy()
+    for op in range(1, presence.graph.n_ops):
+        for row in range(full.shape[1] - 1, -1, -1):
+            if full[op, row] and not full[op - 1, row] and presence.made[row] < op:
+                for parent in presence.recipes.parents[row].tolist():
+                    if presence.made[parent] <= op < presence.gone[parent]:
+                        full[op, parent] = True
+    return full
 
 
 @dataclass(frozen=True, slots=True)
