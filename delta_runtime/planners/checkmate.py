@@ -50,6 +50,8 @@ THRESHOLDS = tuple(round(0.1 * each, 1) for each in range(1, 10))
 LP_SHARES = (0.9, 1.0, 0.8, 0.7)
 """Of the budget that the relaxation is given, in order; the paper's is the first."""
 
+_LEAST_PEAK_S = 5.0  # of the solver, to name a budget where one does not work
+
 
 class PlannerTimeout(DeltaError):
     """The time limit came before a schedule or a proof that there is none. Nothing was changed."""
@@ -222,7 +224,9 @@ def plan(
         return None if found.plan is None else contraction.expand(found.plan)
 
     def smallest() -> Plan:
-        return contraction.expand(exact.smallest())
+        plans = StepProgram(contraction.graph, None).small_plans(_LEAST_PEAK_S)
+        told = (judged(contraction.expand(each), graph).plan for each in plans)
+        return min(told, key=lambda plan: plan.predicted_peak_bytes)
 
     result = fit(
         graph, budget_bytes, at, smallest, turns=2, bound_s=lambda: max(bounds, default=None)

@@ -20,7 +20,8 @@ Note: the program
      next op asks for anyway is not charged.
   6. What goes went once, when its reader ran: F[t, i, k] <= r[t, k], their sum <= p[t, i]; and no later reader runs:
      sum of F[t, i, k'] for k' < k, + r[t, k] <= 1.
-  Cost: the seconds of all r.
+  Cost: the seconds of all r. Or, without a budget, the peak: the budget is then that of the ordinary step, and the
+  share of it that is not used is taken off each row of 4 and 5.
 """
 
 from __future__ import annotations
@@ -62,11 +63,13 @@ class StepProgram:
 
     Args:
         graph: the step; contracted, if it has more than some tens of saved values.
-        budget_bytes: what may be live at any moment.
+        budget_bytes: what may be live at any moment; None where that is what is to be made least, in place of seconds.
     """
 
-    def __init__(self, graph: StepGraph, budget_bytes: float) -> None:
-        self.graph, self.budget_bytes = graph, float(budget_bytes)
+    def __init__(self, graph: StepGraph, budget_bytes: float | None) -> None:
+        self.graph = graph
+        self.budget_bytes = float(graph.peak_bytes if budget_bytes is None else budget_bytes)
+        self.unit = max(self.budget_bytes, 1.0)
         self.recipes: Recipes = recipes_of(graph)
         self.presence = Presence(graph, self.recipes)
         self.leaves = self.presence.leaves.tolist()
@@ -80,7 +83,8 @@ class StepProgram:
         self.workspace = workspaces_of(graph, self.recipes)
         self.beside = self._held_beside()
         self.program = LinearProgram()
-        self.first = min((op for row in self.rows for op in self.asked[row]), default=graph.n_ops)
+        # By how much of the budget it is not used, where it is to be made least.
+        self.unused = self.program.column(-1.0, 0.0, 1.0) if budget_bytes is None else _ZERO
         self.last = self._last_needed()
         self.there: dict[tuple[int, int], int] = {}
         self.reruns: dict[tuple[int, int], int] = {}
@@ -112,11 +116,11 @@ class StepProgram:
                 continue
             fixed = op < self.leaves[row] or op in self.asked[row]
             self.there[op, row] = _ONE if fixed else self.program.column(0.0, 0.0, 1.0, whole=True)
-        if op < self.first:
-            return
         for row in self.rows:
             if self.leaves[row] <= op <= self.last[row]:
-                self.reruns[op, row] = self.program.column(self.seconds[row], 0.0, 1.0, whole=True)
+                self.reruns[op, row] = self.program.column(
+                    self.seconds[row] if self.unused == _ZERO else 0.0, 0.0, 1.0, whole=True
+                )
 
     def _is_there(self, op: int, row: int) -> int:
         return self.there.get((op, row), _ZERO)
@@ -138,10 +142,9 @@ class StepProgram:
                 before = self._is_there(op - 1, row) if op > self.made[row] else _ONE
                 rerun = self.reruns.get((op, row), _ZERO)
                 self._sum([(column, 1.0), (before, -1.0), (rerun, -1.0)], -np.inf, 0.0)
-        resident = [
-            (self._is_there(op, row), self.bytes[row] / self.budget_bytes) for row in self.rows
-        ]
-        room = (self.budget_bytes - self.beside[op]) / self.budget_bytes
+        resident = [(self._is_there(op, row), self.bytes[row] / self.unit) for row in self.rows]
+        resident.append((self.unused, 1.0))
+        room = (self.budget_bytes - self.beside[op]) / self.unit
         self._sum(resident, -np.inf, room)  # rule 4
         again = [row for row in self.rows if (op, row) in self.reruns]
         for row in again:  # rule 3
@@ -162,7 +165,7 @@ class StepProgram:
         self, op: int, again: list[int], resident: list[tuple[int, float]], room: float
     ) -> None:
         """Rules 5 and 6."""
-        graph, unit = self.graph, self.budget_bytes
+        graph, unit = self.graph, self.unit
         room += float(graph.op_watermark_bytes[min(op + 1, graph.n_ops - 1)]) / unit
         readers: dict[int, list[int]] = {}
         for row in again:
@@ -225,18 +228,19 @@ class StepProgram:
                 return rounded
             terms = [(column, self.seconds[row]) for (_, row), column in self.reruns.items()]
             self.program.row(terms, 0.0, most_s)
-        left_s = max(time_limit_s - (time.monotonic() - begin), 0.0)
-        answer = self.program.solve(time_limit_s=left_s, gap=gap)
-        bound_s = max(
-            (each for each in (answer.bound, rounded.bound_s) if each is not None), default=None
-        )
-        if answer.x is not None:
-            found = self._judged(self.presence.plan(self._there(answer.x) > 0.5))
-            if found is not None and (
-                best is None or found.predicted_seconds < best.predicted_seconds
-            ):
-                best = found
-        return Outcome(best, bound_s, answer.impossible and best is None)
+        end_s = begin + time_limit_s
+        answer = self.program.solve(time_limit_s=max(end_s - time.monotonic(), 0.0), gap=gap)
+        bounds = [each for each in (answer.bound, rounded.bound_s) if each is not None]
+        found = None if answer.x is None else self._of(answer.x)
+        impossible = answer.impossible
+        if answer.x is not None and found is None:
+            # It passes the budget by the solver's tolerance.
+            tighter = StepProgram(self.graph, self.budget_bytes * (1 - TOLERANCE)).program
+            answer = tighter.solve(time_limit_s=max(end_s - time.monotonic(), 0.0), gap=gap)
+            found = None if answer.x is None else self._of(answer.x)
+        if found is not None and (best is None or found.predicted_seconds < best.predicted_seconds):
+            best = found
+        return Outcome(best, max(bounds, default=None), impossible and best is None)
 
     def rounded(self) -> Outcome:
         """Return the best plan from rounding the relaxation at nine thresholds, and the bound that the relaxation is.
@@ -252,10 +256,31 @@ class StepProgram:
         best = min(fitting, key=lambda plan: plan.predicted_seconds, default=None)
         return Outcome(best, bound_s, impossible=False)
 
-    def smallest(self) -> Plan:
-        """Return the plan under which values are there only when they are asked for."""
-        shape = (self.graph.n_ops, len(self.graph.saved))
-        return self.presence.plan(np.zeros(shape, bool))
+    def small_plans(self, time_limit_s: float) -> list[Plan]:
+        """Return plans that hold little, for a program without a budget; the last holds the least, if time was enough.
+
+        The others are for whoever has them judged on another graph: values are there only when they are asked for, or
+        as the relaxation says, at nine thresholds.
+
+        Args:
+            time_limit_s: after so long the solver's best plan so far counts.
+
+        Raises:
+            SolverFailed: see `LinearProgram.solve`.
+        """
+        begin = time.monotonic()
+        theres = [np.zeros((self.graph.n_ops, len(self.graph.saved)), bool)]
+        relaxed = self.relaxation()[0]
+        if relaxed is not None:
+            theres += [relaxed >= threshold for threshold in _THRESHOLDS]
+        left_s = max(time_limit_s - (time.monotonic() - begin), 0.0)
+        answer = self.program.solve(time_limit_s=left_s)
+        if answer.x is not None:
+            theres.append(self._there(answer.x) > 0.5)
+        return [self.presence.plan(there) for there in theres]
+
+    def _of(self, x: Floats) -> Plan | None:
+        return self._judged(self.presence.plan(self._there(x) > 0.5))
 
     def _judged(self, plan: Plan) -> Plan | None:
         """Return a plan with what the judge says of it; None where it does not fit."""
