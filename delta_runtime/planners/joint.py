@@ -13,10 +13,12 @@ from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
 from delta_runtime.planners import joint_heuristic
-from delta_runtime.planners.plan_result import PlanResult, judged, result_of
+from delta_runtime.planners.plan_result import Judged, PlanResult, judged, moving_nothing, result_of
 
 EFFORT = 4.0
 """How long the search goes on, in steps' worth of what the first plan rebuilds."""
+
+_TURNS = 3  # of looking for a budget that works, where one does not
 
 
 def plan(
@@ -37,10 +39,22 @@ def plan(
         seeds: plans of others for the same graph; the best that fits is the result, if this planner's is no better.
     """
     begin = time.perf_counter()
-    own = joint_heuristic.plan(graph, budget_bytes, effort=effort, links=tiers)
-    found = [judged(each, graph, tiers) for each in (own, *seeds)]
-    best = min(
-        found,
-        key=lambda each: (max(each.verdict.peak_bytes - budget_bytes, 0), each.seconds),
-    )
+    if graph.peak_bytes <= budget_bytes:
+        return moving_nothing(graph, budget_bytes, begin)
+
+    def best_at(memory: int) -> Judged:
+        own = joint_heuristic.plan(graph, memory, effort=effort, links=tiers)
+        found = [judged(each, graph, tiers) for each in (own, *seeds, Plan.moving_nothing(graph))]
+        return min(found, key=lambda each: (max(each.verdict.peak_bytes - memory, 0), each.seconds))
+
+    best = best_at(budget_bytes)
+    peak_bytes = best.verdict.peak_bytes
+    if peak_bytes > budget_bytes:
+        # Of a search that peaked there it is not sure that it does so again, for another budget.
+        for _ in range(_TURNS):
+            best = best_at(peak_bytes)
+            if best.verdict.peak_bytes <= peak_bytes:
+                return result_of(None, budget_bytes, begin, least_budget_bytes=peak_bytes)
+            peak_bytes = best.verdict.peak_bytes
+        return result_of(None, budget_bytes, begin, least_budget_bytes=graph.peak_bytes)
     return result_of(best, budget_bytes, begin)
