@@ -433,7 +433,7 @@ class PlanCache:
 
     def _take_refusal(self, known: _Known, refusal: PlannerInfeasible) -> None:
         """Stay with joint's plan where the planner has none; it is not asked again for this budget."""
-        self.refusal = refusal
+        self.refusal = refusal.with_traceback(None)  # its frames would keep this object alive
         known.searched = not known.outdated
         known.trials.begin(settled=True)
 

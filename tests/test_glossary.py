@@ -12,14 +12,14 @@ _PLAIN = """
     activation affordable alone around aside asked at away back backward begin begins begun beside boundary
     bounds bytes cache cap check children cloned clones column columns comparisons config copies copy cost costs
     description dir direct directory disable distance end ends enterable error evaluation evaluator event excess
-    failed failures fallback falls file final finding first found free hits host if in infeasible inplace input
-    inputs ins interrupted invalid items key kind known label largest last late launched least leaves lists live
-    local lost lower made making merged min mismatch mismatches misses missing modification movable name next
-    now number offsets on only ordinary out outcome outdated output outs over overdue parents peak per
-    persistent planning possible predicted process publish queue queued rank read reads record refusals repeats
-    report rest result rises runs searched seconds seed seen size span standing strict table tensors text
-    threads time times to totals trace uncounted unhashed usage use uses vain wait walk warnings weights whole
-    with work world write writes written
+    failed failures fallback falls file final finding first found free function hits host if in infeasible
+    inplace input inputs ins interrupted invalid items key kind known label largest last late launched least
+    leaves line lists live local lost lower made making merged min mismatch mismatches misses missing
+    modification movable name next now number offsets on only ordinary out outcome outdated output outs over
+    overdue parents peak per persistent planning possible predicted process publish queue queued rank ratios
+    read reads record refusals repeats report rest result rises runs searched seconds seed seen size span
+    standing strict table tensors text threads time times to totals trace uncounted unhashed usage use uses vain
+    wait walk warnings weights whole with work world write writes written
 """
 PLAIN = set(_PLAIN.split())
 """Words that mean here what they mean anywhere."""

@@ -113,24 +113,30 @@ def test_a_plan_is_followed_as_written_with_every_bit(net, graph, policy, share)
 def test_the_least_budget_that_a_planner_names_works(net, graph, policy):
     small = PLANNERS[policy].plan(graph, 1).least_budget_bytes - 96 * KIB
     assert small > bounds_of(graph).least_bytes  # joint has a plan
-    asked = {"policy": policy, "min_bytes": 0, "device": "cpu"}
-    runtime = delta.Runtime(budget=small, strict=False, **asked)
-    with pytest.warns(RuntimeWarning, match=f"planner '{policy}' has no plan within") as told:
+
+    def trained(budget_bytes: int) -> delta.Runtime:
+        runtime = delta.Runtime(budget=budget_bytes, policy=policy, min_bytes=0, device="cpu")
         train(net, runtime, STEPS)
+        runtime.close()
+        return runtime
+
+    with pytest.warns(RuntimeWarning, match=f"planner '{policy}' has no plan within") as told:
+        runtime = trained(small)
     assert sum("has no plan" in str(each.message) for each in told) == 1
     assert runtime.plan() is not None  # joint's
     assert not runtime.plan().as_written
-    least_bytes = runtime.steps.plans.refusal.least_budget_bytes
-    runtime.close()
-    assert small < least_bytes < small + 200 * KIB
-    # A little more, for the next recording is not to the byte the last one.
-    runtime = delta.Runtime(budget=int(least_bytes * 1.03) + 128 * KIB, **asked)
-    train(net, runtime, STEPS)
-    assert runtime.report().last.over_budget_steps == 0
-    assert runtime.plan() is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):  # a record differs a little from the last one
+            refusal = runtime.steps.plans.refusal
+            if refusal is None:
+                break
+            assert refusal.least_budget_bytes > refusal.asked_bytes
+            runtime = trained(refusal.least_budget_bytes + 32 * KIB)
+    assert runtime.steps.plans.refusal is None
     assert runtime.plan().as_written
-    assert runtime.report().last.plan_misses == 0
-    runtime.close()
+    last = runtime.report().last
+    assert (last.plan_misses, last.over_budget_steps) == (0, 0)
 
 
 def test_where_it_is_strict_the_step_says_so_before_it_begins(net, graph):

@@ -82,7 +82,7 @@ class Evaluator:
             graph.op_tick, graph.released_at, side="right"
         ).tolist()
         use_row = np.repeat(np.arange(len(graph.saved)), np.diff(graph.use_offsets))
-        use_op = np.searchsorted(graph.op_tick, graph.uses, side="right") - 1
+        use_op = np.maximum(np.searchsorted(graph.op_tick, graph.uses, side="right") - 1, 0)
         in_order = np.lexsort((use_row, use_op))
         self.use_op, self.use_row = use_op[in_order], use_row[in_order]
         self.work_of_a_play = len(self.use_op) + len(self.made_at) + len(self.base) // 8 + 20

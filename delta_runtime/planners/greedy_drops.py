@@ -64,7 +64,7 @@ class GreedyCover:
         # Rebuilt before the op that unpacks it, while the op before is just over: one op early.
         # What is never asked for may be away until the program lets go of it.
         gone = np.searchsorted(graph.op_tick, graph.released_at, side="right")
-        asked_at = np.searchsorted(graph.op_tick, graph.first_use, side="right") - 1
+        asked_at = np.maximum(np.searchsorted(graph.op_tick, graph.first_use, side="right") - 1, 0)
         self.own_need = np.minimum(asked_at, np.maximum(gone, self.begin))
         self.need = self.own_need.copy()
         self.dropped = np.zeros(len(graph.saved), dtype=bool)

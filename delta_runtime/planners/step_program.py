@@ -40,6 +40,8 @@ from delta_runtime.planners.plan_result import judged
 from delta_runtime.planners.presence import Presence
 
 _THRESHOLDS = tuple(round(0.1 * each, 1) for each in range(1, 10))
+_SLACK = 1e-7
+"""Of the budget, that the solver is given more: it takes rows for met that are missed by less, but not always."""
 _ONE, _ZERO = -1, -2  # in place of a column: a constant
 
 
@@ -144,7 +146,7 @@ class StepProgram:
                 self._sum([(column, 1.0), (before, -1.0), (rerun, -1.0)], -np.inf, 0.0)
         resident = [(self._is_there(op, row), self.bytes[row] / self.unit) for row in self.rows]
         resident.append((self.unused, 1.0))
-        room = (self.budget_bytes - self.beside[op]) / self.unit
+        room = (self.budget_bytes - self.beside[op]) / self.unit + _SLACK
         self._sum(resident, -np.inf, room)  # rule 4
         again = [row for row in self.rows if (op, row) in self.reruns]
         for row in again:  # rule 3
