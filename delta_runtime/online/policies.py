@@ -156,7 +156,8 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
             ),
             _planned("rotor", "the fastest schedule of a chain, as written (Rotor)"),
             _planned("checkmate", "the exact plan of a contracted step, as written (Checkmate)"),
-            _planned("min_peak", "least-peak checkpoints, as written"),
+            _planned("min_peak", "least-peak checkpoints, objective B, as written"),
+            _planned("min_peak_a", "least-peak checkpoints, objective A, as written"),
             _online(
                 "dtr", "drop cheap, large, stale pages first, dropped neighbours counted (DTR)"
             ),

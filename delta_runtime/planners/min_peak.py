@@ -27,7 +27,7 @@ from delta_runtime.core.step_graph import Floats, StepGraph
 from delta_runtime.core.transfer import Links
 from delta_runtime.planners.plan_result import PlanResult, judged, result_of
 from delta_runtime.planners.solution import Solution
-from delta_runtime.planners.step_chain import StepChain
+from delta_runtime.planners.step_chain import SegmentColumns, StepChain
 
 SegmentPeaks = Callable[[int, int, int], Floats]
 """Of `(i, begin, end)`: for k from `begin` to before `end`, the peak inside the segment (i, k), with nothing else
@@ -96,16 +96,30 @@ def plan(
     chain = StepChain(graph)
     if chain.length == 0:
         return result_of(judged(Plan.moving_nothing(graph), graph), budget_bytes, begin)
-    columns = chain.segment_peaks()
+    found = _of_columns(chain.segment_peaks(), objective)
+    return result_of(judged(chain.plan_of_kept(found.schedule), graph), budget_bytes, begin)
+
+
+def expected_peak(columns: SegmentColumns, objective: str) -> float:
+    """Return the peak of the device, in bytes, that an objective expects of its own choice.
+
+    Args:
+        columns: of a step as a chain.
+        objective: "A" or "B". The most that the step holds beside saved values is added to A; B reckons with it.
+    """
+    beside = float(columns.beside.max(initial=0.0)) if objective == "A" else 0.0
+    return _of_columns(columns, objective).objective + beside
+
+
+def _of_columns(columns: SegmentColumns, objective: str) -> Solution[list[int]]:
     before = np.cumsum(columns.saved)
     held = np.append(-np.inf, (before + columns.beside)[1:])
-    found = solve(
+    return solve(
         columns.kept.tolist(),
         objective=objective,
         segment_peaks=_within(before, held, held),
         saved_sizes=columns.saved.tolist(),
     )
-    return result_of(judged(chain.plan_of_kept(found.schedule), graph), budget_bytes, begin)
 
 
 def within_segments(y: Floats, g: Floats) -> SegmentPeaks:
