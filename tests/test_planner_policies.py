@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import delta_runtime as delta
 from delta_runtime import cpu_pool
+from delta_runtime.core.errors import UsageError
 from delta_runtime.online.policies import POLICIES
 from delta_runtime.plan_cache import CALIBRATION_STEPS
 from delta_runtime.planners.bounds import bounds_of
@@ -86,6 +88,12 @@ def budget_of(graph: delta.StepGraph, share: float) -> int:
 def test_each_policy_that_plans_names_a_planner():
     assert {each.planner for each in POLICIES.values() if each.plans} <= set(PLANNERS)
     assert {name for name in EXACT if POLICIES[name].planner == name} == set(EXACT)
+
+
+def test_a_planner_whose_package_is_missing_is_refused(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="needs scipy"):
+        delta.Runtime(budget="50%", policy="checkmate", device="cpu")
 
 
 @pytest.mark.parametrize("policy", EXACT)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -47,6 +48,7 @@ class Policy:
         filter: What ranks the victims; None when nothing is ever evicted.
         plans: Whether a plan made from the recorded graph is followed once the graph repeats.
         planner: Who makes it: its name in `planners.registry`.
+        needs: The package that the planner needs, if any.
         evicts_to: The residencies that a victim may go to, where the device has such a tier; empty
             when nothing is ever evicted. HOST stands for any tier below: the nearest with room.
         director: Chooses between them while no plan is followed; None where there is one only.
@@ -62,6 +64,7 @@ class Policy:
     filter: Filter | None
     plans: bool = False
     planner: str = "joint"
+    needs: str = ""
     evicts_to: tuple[Place, ...] = (Place.DROPPED,)
     director: Director | None = None
     stress: Stress = Stress.NONE
@@ -81,8 +84,13 @@ class Policy:
             tiers: Residencies that pages may have beside RESIDENT.
 
         Raises:
-            UsageError: The policy only goes where this device has nothing.
+            UsageError: The policy only goes where this device has nothing, or its planner's package is not installed.
         """
+        if self.needs and importlib.util.find_spec(self.needs) is None:
+            raise UsageError(
+                f"policy {self.name!r} needs {self.needs}, which is not installed.",
+                change="pip install \"delta-runtime[planners]\", or take policy='auto'.",
+            )
         evicts_to = tuple(each for each in self.evicts_to if each in tiers)
         if self.evicts_to and not evicts_to:
             raise UsageError(
@@ -96,9 +104,9 @@ class Policy:
 _BOTH = (Place.SWAPPED, Place.DROPPED)
 
 
-def _planned(name: str, description: str) -> Policy:
+def _planned(name: str, description: str, needs: str = "") -> Policy:
     """Return the policy that follows the plans of the planner of the same name, which drops alone."""
-    return Policy(name, description, FILTERS["msps"], plans=True, planner=name)
+    return Policy(name, description, FILTERS["msps"], plans=True, planner=name, needs=needs)
 
 
 def _online(name: str, description: str) -> Policy:
@@ -155,7 +163,11 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
                 director=DIRECTORS["stall"],
             ),
             _planned("rotor", "the fastest schedule of a chain, as written (Rotor)"),
-            _planned("checkmate", "the exact plan of a contracted step, as written (Checkmate)"),
+            _planned(
+                "checkmate",
+                "the exact plan of a contracted step, as written (Checkmate)",
+                needs="scipy",
+            ),
             _planned("min_peak", "least-peak checkpoints, objective B, as written"),
             _planned("min_peak_a", "least-peak checkpoints, objective A, as written"),
             _online(
