@@ -9,6 +9,7 @@
 
 #include "planners/cover.h"
 #include "planners/evaluation.h"
+#include "planners/presence_search.h"
 
 namespace delta {
 namespace {
@@ -128,12 +129,68 @@ void bind_cover(py::module_& m) {
       });
 }
 
+std::vector<uint8_t> flags(const Mask& mask) {
+  const uint8_t* first = bytes_of(mask, mask.size());
+  return {first, first + mask.size()};
+}
+
+std::unique_ptr<planners::PresenceSearch> presence_search(
+    const Floats& bytes, const Floats& seconds, const Floats& workspace, const Ints& parent_offsets,
+    const Ints& parents, const Ints& first, const Ints& end, const Mask& lingers,
+    const Ints& leaves, const Mask& fixed, const Ints& asked_offsets, const Ints& asked,
+    const Ints& pinned_offsets, const Ints& pinned, const Floats& room, const Floats& spare,
+    const Floats& rest_room, const Floats& forward_room, const Mask& there) {
+  planners::Slots slots{copied(bytes),
+                        copied(seconds),
+                        copied(workspace),
+                        lists(parent_offsets, parents),
+                        copied(first),
+                        copied(end),
+                        flags(lingers),
+                        copied(leaves),
+                        flags(fixed),
+                        lists(asked_offsets, asked),
+                        lists(pinned_offsets, pinned),
+                        copied(room),
+                        copied(spare),
+                        copied(rest_room),
+                        copied(forward_room)};
+  return std::make_unique<planners::PresenceSearch>(std::move(slots), flags(there));
+}
+
+void bind_presence_search(py::module_& m) {
+  using Search = planners::PresenceSearch;
+  py::class_<Search>(
+      m, "PresenceSearch",
+      "Looks for when values are there; csrc/planners/presence_search.h. For one thread at a time.")
+      .def(py::init(&presence_search), py::kw_only(), py::arg("bytes"), py::arg("seconds"),
+           py::arg("workspace"), py::arg("parent_offsets"), py::arg("parents"), py::arg("first"),
+           py::arg("end"), py::arg("lingers"), py::arg("leaves"), py::arg("fixed"),
+           py::arg("asked_offsets"), py::arg("asked"), py::arg("pinned_offsets"), py::arg("pinned"),
+           py::arg("room"), py::arg("spare"), py::arg("rest_room"), py::arg("forward_room"),
+           py::arg("there"))
+      .def("go_on", &Search::go_on, py::arg("most_work"), py::arg("most_in_vain"),
+           py::call_guard<py::gil_scoped_release>(),
+           "Go on with the search; whether it is through. Runs without the GIL.")
+      .def("work", &Search::work, "Units of work done.")
+      .def(
+          "best",
+          [](Search& self) {
+            const auto found = self.best();
+            py::array_t<bool> there(static_cast<py::ssize_t>(found.there.size()));
+            std::copy(found.there.begin(), found.there.end(), there.mutable_data());
+            return py::make_tuple(found.seconds, found.excess, found.most, there);
+          },
+          "Seconds, bytes too much in all and where it is worst, and what is there.");
+}
+
 }  // namespace
 
 void bind_planners(py::module_& m) {
   auto planners = m.def_submodule("planners", "The inner loops of the planners.");
   bind_evaluation(planners);
   bind_cover(planners);
+  bind_presence_search(planners);
 }
 
 }  // namespace delta

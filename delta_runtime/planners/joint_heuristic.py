@@ -10,7 +10,9 @@ At each op of the recorded step, `ordinary + watermark - budget` bytes have to b
    middle makes all that follow it cheaper to rebuild;
 4. where there are lanes, `swap_search`: what costs the most to rebuild is swapped instead, as long as
    the lanes have time for it. Without drops, what was saved first is swapped first; where the lanes
-   carry all that in time, that is the plan with drops too.
+   carry all that in time, that is the plan with drops too;
+5. where nothing is swapped, `presence_search`: values leave late, come back early, or several times. Its plan is
+   carried out as written; it is taken where it fits and the other does not, or takes noticeably less.
 
 It is a heuristic: `planners` will hold the exact ones.
 """
@@ -28,6 +30,7 @@ from delta_runtime.core.transfer import Links
 from delta_runtime.planners.evaluate import WORK_PER_SECOND, Evaluator
 from delta_runtime.planners.evictions_as_plan import plan_of
 from delta_runtime.planners.greedy_drops import GreedyCover, choose
+from delta_runtime.planners.presence_search import search
 from delta_runtime.planners.repair import Evictions, repair
 from delta_runtime.planners.swap_search import only_swaps, swap_instead, swap_more
 from delta_runtime.planners.transfer_schedule import LaneTimes
@@ -39,6 +42,10 @@ _PLAYS_TO_EXCHANGE = 0.6  # so many for each saved value, where that is more
 _TO_FIT = 500_000  # at least, to look for a choice that fits where the first one does not
 MOST_EFFORT = 24_000_000
 """Units of work of the longest search."""
+_TO_SEARCH = 2_000_000  # at least, to look for when values are there
+_NOTICED = (
+    0.99  # of the seconds of a plan that is carried out lazily: below that one as written is better
+)
 _MOST_IN_VAIN = 40  # attempts in a row that found nothing better
 _SLACK = 1.1  # a choice that takes so much longer than the best before `repair` ends is given up
 
@@ -58,8 +65,8 @@ def plan(
         graph: the recorded step; its seconds should come from more than one run of it.
         budget_bytes: what may be live at any moment.
         effort: how long to look for a better choice than the first, as a multiple of the seconds
-            that the first one rebuilds in a step. Counted in work, not by a clock: equal arguments
-            give equal plans.
+            that the first one rebuilds in a step; then as long for when values are there. Counted in
+            work, not by a clock: equal arguments give equal plans.
         drops: whether anything may be dropped.
         links: speed of the lanes, where anything may be swapped. As long as it is not known,
             nothing is.
@@ -120,7 +127,33 @@ def plan(
         # Nothing fits, by this account. It errs towards too much (watermarks are the highest seen),
         # and what drops the most is not what leaves the victim queue the most to choose from.
         choice = first
-    return plan_of(cover, evaluator, choice, by_next_use=choice is swaps)
+    found = plan_of(cover, evaluator, choice, by_next_use=choice is swaps)
+    if effort > 0 and choice.dropped.any() and not choice.swapped.any():
+        most = int(min(max(work, _TO_SEARCH), MOST_EFFORT, most_work))
+        return _searched(cover, found, most_work=most)
+    return found
+
+
+def _searched(cover: GreedyCover, plan: Plan, *, most_work: int) -> Plan:
+    """Return a plan as written that is better than this one, if one is found; else this one."""
+    for as_judged in (False, True):
+        found = search(
+            cover.graph,
+            cover.budget_bytes,
+            plan,
+            most_work=most_work,
+            recipes=cover.recipes,
+            as_judged=as_judged,
+        )
+        if found is None:
+            return plan
+        if found.predicted_peak_bytes <= cover.budget_bytes:
+            break
+    else:
+        return plan
+    fits = plan.predicted_peak_bytes <= cover.budget_bytes
+    less = found.predicted_seconds < _NOTICED * plan.predicted_seconds
+    return found if less or not fits else plan
 
 
 def _exchange(

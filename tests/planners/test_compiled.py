@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from delta_runtime.core import compiled
+from delta_runtime.core.plan import Plan
 from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
@@ -18,6 +19,8 @@ from delta_runtime.extension import _C
 from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.evaluate import Evaluator
 from delta_runtime.planners.greedy_drops import GreedyCover, choose
+from delta_runtime.planners.presence_search import search, searching
+from delta_runtime.planners.presence_slots import slots_of
 from delta_runtime.planners.transfer_schedule import LaneTimes
 from delta_runtime.planners.validate import validate
 from tests.planners.test_validate import graphs
@@ -137,6 +140,38 @@ def test_plans_are_alike_and_valid(shape, lanes):
     verdict = validate(plan, graph, links)
     assert verdict.peak_bytes <= plan.predicted_peak_bytes <= budget_bytes
     assert verdict.rebuild_s <= plan.predicted_seconds + 1e-9
+
+
+def searched(graph: StepGraph, share: float, work: int) -> str | None:
+    """What the search for presence makes of the plan that keeps everything."""
+    plan = search(graph, budget_of(graph, share), Plan.moving_nothing(graph), most_work=work)
+    return plan.to_json() if plan else None
+
+
+@settings(max_examples=150, deadline=None)
+@given(graphs(), st.floats(0, 1))
+def test_presence_is_searched_alike(graph, share):
+    if len(graph.saved):
+        fast = searched(graph, share, 20_000)
+        with twin():
+            assert fast == searched(graph, share, 20_000)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_presence_is_searched_alike_in_large_graphs(shape):
+    graph = large_graph(shape, 60)
+    fast = searched(graph, 0.35, 300_000)
+    assert fast is not None
+    with twin():
+        assert fast == searched(graph, 0.35, 300_000)
+
+
+def test_presence_that_does_not_fit_its_slots_is_refused():
+    graph = recorded("gpt")
+    slots = slots_of(graph, graph.peak_bytes)
+    assert slots is not None
+    with pytest.raises(ValueError, match="fit"):
+        searching(slots, np.ones(int(slots.offsets[-1]) - 1, bool))
 
 
 def test_columns_that_do_not_fit_are_refused():

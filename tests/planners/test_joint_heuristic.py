@@ -48,7 +48,7 @@ CHAINS = st.integers(4, 6).flatmap(
 
 
 def test_plans_are_near_the_best_of_all_choices():
-    """A heuristic: nearly always the best one, never much worse, seldom none where there is one."""
+    """A heuristic: nearly always the best of one gap each, never much worse, seldom none where there is one."""
     rng = np.random.default_rng(0)
     ratios, missed = [], 0
     for _ in range(100):
@@ -60,11 +60,11 @@ def test_plans_are_near_the_best_of_all_choices():
         best = _best_seconds(graph, budget_bytes)
         plan = joint_heuristic.plan(graph, budget_bytes, effort=50)
         if best == float("inf"):
-            assert plan.predicted_peak_bytes > budget_bytes
-        elif plan.predicted_peak_bytes > budget_bytes:
+            continue  # with more gaps there may be one
+        if plan.predicted_peak_bytes > budget_bytes:
             missed += 1
         else:
-            assert plan.predicted_seconds >= best - 1e-12
+            assert plan.as_written or plan.predicted_seconds >= best - 1e-12
             ratios.append(plan.predicted_seconds / best)
     assert len(ratios) > 70 and missed <= 2
     assert np.mean(np.array(ratios) < 1.001) > 0.95

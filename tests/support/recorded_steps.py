@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ def plans_file(name: str) -> Path:
 def choices_of(name: str) -> dict[str, Any]:
     """What the joint heuristic chooses for a record: at each budget and with each set of ways out.
 
-    Of each row of `graph.saved` that is dropped: the ops from which it is away and there again; of each that is
-    swapped: the tick at which its copy back starts.
+    Of each row of `graph.saved` that is dropped: the ops from which it is away and there again, by turns, -1 where it
+    is away for good; of each that is swapped: the tick at which its copy back starts.
     """
     graph = recorded(name)
     row = {value: row for row, value in enumerate(graph.saved.tolist())}
@@ -56,7 +57,10 @@ def choices_of(name: str) -> dict[str, Any]:
                     continue
                 first, *then = intervals
                 if first.exit == Exit.DROP:
-                    dropped[str(row[value])] = [op[first.end], op[then[0].begin] if then else -1]
+                    back = [op[each.begin] for each in then]
+                    away = [op[each.end] for each in intervals if each.exit == Exit.DROP]
+                    away_and_back = itertools.zip_longest(away, back, fillvalue=-1)
+                    dropped[str(row[value])] = [*itertools.chain(*away_and_back)]
                 elif first.exit == Exit.SWAP:
                     swapped[str(row[value])] = first.copy_back_at
             chosen[f"{share:.0%}, {ways}"] = {

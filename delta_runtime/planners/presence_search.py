@@ -1,0 +1,595 @@
+"""A local search over which saved values are there in which slot of backward. What a plan holds and takes is a sum over
+slots, so the best presence of one value, with all others as they are, is a shortest path.
+
+Covers drops alone, from any plan to begin with. The account of a step in slots is `presence_slots`; it is the judge's.
+
+csrc/planners/presence_search.cpp searches alike, faster; it is used where the extension was loaded.
+
+Note: the search
+  1. A value is away or there in each slot. What a slot takes depends on that and on the slot before: a value that was
+     away and is there is rebuilt, and so is what it is rebuilt from, as far as that is not found. What it holds too
+     much has a price. Over all slots of a value, the cheapest way through both states is found by dynamic programming.
+  2. A sweep does that for each value. A turn begins with a low price, and ends where all fits and nothing gets better:
+     what costs little leaves first, and the dearer a byte gets, the more follows.
+  3. The first turn begins with everything there, each other one with the best so far and a few values turned around
+     over a stretch of slots. The last of these stays so in the first sweep.
+  4. What is drawn by chance comes from a seed: equal steps give equal plans.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from math import inf, ldexp
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from delta_runtime.core import compiled
+from delta_runtime.core.interrupts import give_way
+from delta_runtime.core.plan import Plan
+from delta_runtime.core.recipes import Recipes
+from delta_runtime.core.step_graph import Mask, StepGraph
+from delta_runtime.planners.presence_slots import Slots, plan_of, presence_of, slots_of
+
+MOST_PRESENCE = 8_000_000
+"""Slots of all values together: a step with more is not searched."""
+_MOST_IN_VAIN = 300  # turns in a row that found nothing better
+_WORK_AT_ONCE = 200_000  # a few milliseconds
+
+_LOWEST = 1.0 / 256.0  # price to begin with, in units of what a byte takes
+_HIGHEST = 1e6
+_DOUBLINGS = 9  # from the lowest price of a later turn to the highest
+_STEP = 1.3
+_FORCED = 4  # values turned around before a turn, at the most one less
+_NOTHING = 1e-12  # seconds: less is no gain
+
+
+class Found(NamedTuple):
+    """The best that was found.
+
+    Args:
+        seconds: of rebuilding.
+        excess: bytes too much, summed over slots.
+        most: bytes too much where it is worst; below 0: what is left.
+        there: in the columns of `Slots.offsets`.
+    """
+
+    seconds: float
+    excess: float
+    most: float
+    there: Mask
+
+
+def search(
+    graph: StepGraph,
+    budget_bytes: int,
+    begin: Plan,
+    *,
+    most_work: int,
+    recipes: Recipes | None = None,
+    as_judged: bool = False,
+) -> Plan | None:
+    """Look for a plan that drops, is carried out as written, and fits.
+
+    Args:
+        graph: the recorded step.
+        budget_bytes: what may be live at any moment.
+        begin: a plan that drops; the result is no worse, by the account of the slots.
+        most_work: units of work after which the best so far is the result.
+        recipes: of `graph`; made where None is given.
+        as_judged: see `slots_of`.
+
+    Returns:
+        The plan; None where the step is too large, or nothing can be moved.
+    """
+    slots = slots_of(graph, budget_bytes, recipes, as_judged=as_judged)
+    if slots is None or slots.offsets[-1] > MOST_PRESENCE or slots.fixed.all():
+        return None
+    there = presence_of(slots, begin, graph)
+    presence = searching(slots, there)
+    through = False
+    while not through and presence.work() < most_work:
+        give_way()
+        through = presence.go_on(_WORK_AT_ONCE, _MOST_IN_VAIN)
+    found = Found(*presence.best())
+    return plan_of(
+        slots,
+        found.there,
+        graph,
+        begin.weights,
+        predicted_seconds=found.seconds,
+        predicted_peak_bytes=int(max(budget_bytes + found.most, slots.least_bytes)),
+    )
+
+
+def searching(slots: Slots, there: Mask) -> Any:
+    """Return the search, faster where the extension was loaded.
+
+    Args:
+        slots: of the step.
+        there: where it begins, in the columns of `Slots.offsets`.
+    """
+    if compiled.planners is None:
+        return PresenceSearch(slots, there)
+    return compiled.planners.PresenceSearch(
+        bytes=slots.bytes,
+        seconds=slots.seconds,
+        workspace=slots.workspace,
+        parent_offsets=slots.parents.offsets,
+        parents=slots.parents.items,
+        first=slots.first,
+        end=slots.end,
+        lingers=slots.lingers,
+        leaves=slots.leaves,
+        fixed=slots.fixed,
+        asked_offsets=slots.asked.offsets,
+        asked=slots.asked.items,
+        pinned_offsets=slots.pinned.offsets,
+        pinned=slots.pinned.items,
+        room=slots.room,
+        spare=slots.spare,
+        rest_room=slots.rest_room,
+        forward_room=slots.forward_room,
+        there=there,
+    )
+
+
+class _Made(NamedTuple):
+    """What the rebuilds of a slot take, and hold for a moment."""
+
+    seconds: float
+    held: float
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    """A slot as it is now.
+
+    Args:
+        made: by its rebuilds.
+        sum: bytes there, in its op.
+        rest_sum: in the ops behind.
+        backs: values that are back from here on, in order.
+        touched: values that its rebuilds make or read.
+    """
+
+    made: _Made = _Made(0.0, 0.0)
+    sum: float = 0.0
+    rest_sum: float = 0.0
+    backs: list[int] = field(default_factory=list)
+    touched: set[int] = field(default_factory=set)
+
+
+_THERE, _AWAY, _BACK = range(3)  # how a value is looked at in a slot
+
+
+class PresenceSearch:
+    """The search of the Note, in Python.
+
+    Args:
+        slots: of the step.
+        there: where it begins, in the columns of `Slots.offsets`.
+    """
+
+    def __init__(self, slots: Slots, there: Mask) -> None:
+        self.bytes: list[float] = slots.bytes.tolist()
+        self.seconds_of: list[float] = slots.seconds.tolist()
+        self.workspace: list[float] = slots.workspace.tolist()
+        self.parents = _lists(slots.parents.offsets.tolist(), slots.parents.items.tolist())
+        self.first: list[int] = slots.first.tolist()
+        self.end: list[int] = slots.end.tolist()
+        self.last = [end + linger for end, linger in zip(self.end, slots.lingers, strict=True)]
+        self.leaves: list[int] = slots.leaves.tolist()
+        self.asked = _lists(slots.asked.offsets.tolist(), slots.asked.items.tolist())
+        self.room: list[float] = slots.room.tolist()
+        self.spare: list[float] = slots.spare.tolist()
+        self.rest_room: list[float] = slots.rest_room.tolist()
+        self.forward_room: list[float] = slots.forward_room.tolist()
+        offsets = slots.offsets.tolist()
+        self.there = [
+            there[low:high].tolist() for low, high in zip(offsets[:-1], offsets[1:], strict=True)
+        ]
+        self.is_pinned = [[False] * len(own) for own in self.there]
+        pinned = _lists(slots.pinned.offsets.tolist(), slots.pinned.items.tolist())
+        for slot, values in enumerate(pinned):
+            for value in values:
+                place = slot - self.first[value] + 1
+                if place > 0:
+                    self.is_pinned[value][place] = True
+        self.movable = [value for value, fixed in enumerate(slots.fixed.tolist()) if not fixed]
+        self.is_fixed: list[bool] = slots.fixed.tolist()
+        self.slots = [_Slot() for _ in self.room]
+        self.forward_sum = [0.0] * len(self.forward_room)
+        self.seconds = self.excess = self.price = self.unit = 0.0
+        self.best_there: list[list[bool]] = []
+        self.best_seconds = self.best_excess = 0.0
+        self.done = self.in_vain = 0
+        self.state = 1
+        self.begun = self.in_turn = False
+        self.forced = -1
+        self.made_now: set[int] = set()
+        self.who, self.how = -1, _THERE
+
+    def work(self) -> int:
+        """Return units of work done."""
+        return self.done
+
+    def _is_there(self, value: int, slot: int) -> bool:
+        place = slot - self.first[value] + 1
+        if place < 0:
+            return True
+        own = self.there[value]
+        return place < len(own) and own[place]
+
+    def _is_found(self, value: int, slot: int) -> bool:
+        """Whether the rebuilds of a slot find a value."""
+        if value in self.made_now:
+            return True
+        if value == self.who:
+            return self.how == _THERE
+        place = slot - self.first[value] + 1
+        own = self.there[value]
+        if place <= 0:
+            return place < 0 or own[0]
+        return place < len(own) and own[place] and own[place - 1]
+
+    def _bring(self, value: int, slot: int, into: _Made, touched: set[int] | None = None) -> _Made:
+        """As the judge does."""
+        if self._is_found(value, slot):
+            return into
+        chain, todo = {value}, [value]
+        while todo:
+            for parent in self.parents[todo.pop()]:
+                self.done += 1
+                if touched is not None:
+                    touched.add(parent)
+                if parent not in chain and not self._is_found(parent, slot):
+                    chain.add(parent)
+                    todo.append(parent)
+        order = sorted(chain)
+        last_reader = {made: made for made in order}
+        for made in order:
+            for parent in self.parents[made]:
+                if parent in chain:
+                    last_reader[parent] = made
+        seconds, held = into
+        passing = 0.0
+        ends: dict[int, float] = {}
+        for made in order:
+            self.done += 1
+            if touched is not None:
+                touched.add(made)
+            seconds += self.seconds_of[made]
+            held = max(held, passing + self.workspace[made])
+            stays = self.how != _AWAY if made == self.who else self._is_there(made, slot)
+            if stays:
+                self.made_now.add(made)
+            else:
+                passing += self.bytes[made]
+                held = max(held, passing)
+                reader = last_reader[made]
+                ends[reader] = ends.get(reader, 0.0) + self.bytes[made]
+            passing -= ends.pop(made, 0.0)
+        return _Made(seconds, held)
+
+    def _make(self, slot: int, value: int, how: int, touched: set[int] | None = None) -> _Made:
+        """Return what the rebuilds of a slot take with one value looked at in another way; -1: with none."""
+        self.made_now = set()
+        self.who, self.how = value, how
+        made = _Made(0.0, 0.0)
+        for each in self.asked[slot]:
+            made = self._bring(each, slot, made, touched)
+        backs = [each for each in self.slots[slot].backs if each != value]
+        if value >= 0 and how == _BACK:
+            backs.insert(bisect_left(backs, value), value)
+        for each in backs:
+            made = self._bring(each, slot, made, touched)
+        self.who = -1
+        return made
+
+    def _make_alone(self, slot: int, value: int) -> _Made:
+        """Return what they take with a value back that they do not touch."""
+        self.made_now = set(self.slots[slot].backs)
+        self.who, self.how = value, _BACK
+        made = self._bring(value, slot, self.slots[slot].made)
+        self.who = -1
+        return made
+
+    def _may_pay(self, slot: int, value: int) -> bool:
+        """Whether a value may as well be back here as later: something else is, or what it is rebuilt from goes."""
+        return bool(self.slots[slot].backs) or any(
+            self._is_there(parent, slot) and not self._is_there(parent, slot + 1)
+            for parent in self.parents[value]
+        )
+
+    def _over(self, slot: int, sum_: float, held: float) -> float:
+        return max(sum_ + max(held - self.spare[slot], 0.0) - self.room[slot], 0.0)
+
+    def _rest_over(self, slot: int, sum_: float) -> float:
+        return max(sum_ - self.rest_room[slot], 0.0)
+
+    def _forward_over(self, value: int, bytes_: float) -> float:
+        """Bytes too much in forward, if a value has so many more."""
+        found = 0.0
+        for limit, room in enumerate(self.forward_room):
+            more = bytes_ if limit >= self.leaves[value] else 0.0
+            found += max(self.forward_sum[limit] + more - room, 0.0)
+        return found
+
+    def _costs(self, value: int) -> list[tuple[float, float, float, float]]:
+        """For each slot of a value, by whether it is there before it, and in it: neither, in it, before it, both."""
+        own, pinned = self.there[value], self.is_pinned[value]
+        first, end = self.first[value], self.end[value]
+        costs = []
+        for slot in range(first, self.last[value]):
+            self.done += 1
+            place = slot - first + 1
+            its = self.slots[slot]
+            counts = slot < end
+            bytes_ = self.bytes[value] if counts else 0.0
+            others = its.sum - (bytes_ if own[place] else 0.0)
+            found = away = back = its.made
+            may_back = counts
+            if value in its.touched or (pinned[place] and its.backs):
+                found = self._make(slot, value, _THERE)
+                away = self._make(slot, value, _AWAY)
+                if counts:
+                    back = self._make(slot, value, _BACK)
+            elif counts and (pinned[place] or self._may_pay(slot, value)):
+                back = self._make_alone(slot, value)
+            else:
+                may_back = False
+            away_s = away.seconds + self.price * self._over(slot, others, away.held)
+            neither = before = inf if pinned[place] else away_s
+            in_it = inf
+            if may_back:
+                in_it = back.seconds + self.price * self._over(slot, others + bytes_, back.held)
+            both = found.seconds + self.price * self._over(slot, others + bytes_, found.held)
+            if not counts:
+                before = inf
+            if place > 1:
+                stays = own[place - 1] and (own[place] or pinned[place - 1])
+                without = self.slots[slot - 1].rest_sum - (self.bytes[value] if stays else 0.0)
+                low = self.price * self._rest_over(slot - 1, without)
+                high = self.price * self._rest_over(slot - 1, without + self.bytes[value])
+                neither += low
+                in_it += low
+                before += high if pinned[place - 1] else low
+                both += high
+            costs.append((neither, in_it, before, both))
+        return costs
+
+    def _improve(self, value: int) -> bool:
+        """Find the best presence of one value with all others as they are (rule 1). Return whether it changed."""
+        own = self.there[value]
+        costs = self._costs(value)
+        free = self.leaves[value] >= 0
+        away, there = inf, 0.0
+        now = 0.0
+        if free:
+            away = self.price * self._forward_over(value, -self.bytes[value] if own[0] else 0.0)
+            there = self.price * self._forward_over(value, 0.0 if own[0] else self.bytes[value])
+            now = there if own[0] else away
+        came_from = []
+        for place, (neither, in_it, before, both) in enumerate(costs, 1):
+            now += (neither, in_it, before, both)[2 * own[place - 1] + own[place]]
+            from_away, from_there = away + neither, there + before
+            to_away = from_there < from_away
+            next_away = from_there if to_away else from_away
+            from_away, from_there = away + in_it, there + both
+            to_there = from_there <= from_away
+            there = from_there if to_there else from_away
+            away = next_away
+            came_from.append((to_away, to_there))
+        state = there < away
+        if not (there if state else away) < now - _NOTHING:
+            return False
+        path = [state]
+        for each in reversed(came_from):
+            path.append(each[path[-1]])
+        path.reverse()
+        before_s = self._objective()
+        self._put(value, path)
+        if self._objective() < before_s - _NOTHING:
+            return True
+        self._put(value, own)
+        return False
+
+    def _objective(self) -> float:
+        return self.seconds + self.price * self.excess
+
+    def _look_again(self, slot: int) -> None:
+        its = self.slots[slot]
+        its.touched = set()
+        its.made = self._make(slot, -1, _THERE, its.touched)
+
+    def _put(self, value: int, path: list[bool]) -> None:
+        """Have a value there as `path` says, and keep all sums."""
+        was, pinned, bytes_ = self.there[value], self.is_pinned[value], self.bytes[value]
+        own = list(was)
+        self.there[value] = own
+        first, end = self.first[value], self.end[value]
+        if path[0] != was[0]:
+            for limit in range(self.leaves[value], len(self.forward_sum)):
+                room = self.forward_room[limit]
+                self.excess -= max(self.forward_sum[limit] - room, 0.0)
+                self.forward_sum[limit] += bytes_ if path[0] else -bytes_
+                self.excess += max(self.forward_sum[limit] - room, 0.0)
+        own[0] = path[0]
+        for slot in range(first, self.last[value]):
+            p = slot - first + 1
+            if was[p] == path[p] and was[p - 1] == path[p - 1]:
+                continue
+            its = self.slots[slot]
+            self.excess -= self._over(slot, its.sum, its.made.held)
+            if slot < end and was[p] != path[p]:
+                its.sum += bytes_ if path[p] else -bytes_
+            if p > 1:
+                stayed = was[p - 1] and (was[p] or pinned[p - 1])
+                stays = path[p - 1] and (path[p] or pinned[p - 1])
+                if stayed != stays:
+                    before = self.slots[slot - 1]
+                    self.excess -= self._rest_over(slot - 1, before.rest_sum)
+                    before.rest_sum += bytes_ if stays else -bytes_
+                    self.excess += self._rest_over(slot - 1, before.rest_sum)
+            was_back, is_back = was[p] and not was[p - 1], path[p] and not path[p - 1]
+            if is_back and not was_back:
+                its.backs.insert(bisect_left(its.backs, value), value)
+            elif was_back and not is_back:
+                its.backs.remove(value)
+            own[p] = path[p]
+            if was_back or is_back or value in its.touched:
+                self.seconds -= its.made.seconds
+                self._look_again(slot)
+                self.seconds += its.made.seconds
+            self.excess += self._over(slot, its.sum, its.made.held)
+
+    def _count(self) -> None:
+        """Sum everything up anew."""
+        self.seconds = self.excess = 0.0
+        for total, room in zip(self.forward_sum, self.forward_room, strict=True):
+            self.excess += max(total - room, 0.0)
+        for slot, its in enumerate(self.slots):
+            self.seconds += its.made.seconds
+            self.excess += self._over(slot, its.sum, its.made.held) + self._rest_over(
+                slot, its.rest_sum
+            )
+
+    def _begin(self) -> None:
+        self.begun = True
+        seconds, total = 0.0, 1.0
+        for value, (own, pinned) in enumerate(zip(self.there, self.is_pinned, strict=True)):
+            bytes_ = self.bytes[value]
+            if not self.is_fixed[value]:
+                seconds += self.seconds_of[value]
+                total += bytes_
+            if self.leaves[value] >= 0 and own[0]:
+                for limit in range(self.leaves[value], len(self.forward_sum)):
+                    self.forward_sum[limit] += bytes_
+            for slot in range(self.first[value], self.last[value]):
+                p = slot - self.first[value] + 1
+                its = self.slots[slot]
+                if own[p] and slot < self.end[value]:
+                    its.sum += bytes_
+                if p > 1 and own[p - 1] and (own[p] or pinned[p - 1]):
+                    self.slots[slot - 1].rest_sum += bytes_
+                if own[p] and not own[p - 1]:
+                    its.backs.append(value)
+        for slot in range(len(self.slots)):
+            self._look_again(slot)
+        self._count()
+        self.best_there = list(self.there)
+        self.best_seconds, self.best_excess = self.seconds, self.excess
+        self.unit = seconds / total
+
+    def _sweep(self) -> bool:
+        """Have each value at its best once, in one direction. Return whether any changed."""
+        n = len(self.movable)
+        down = self._random(2) != 0
+        shift = self._random(n)
+        any_ = False
+        for index in range(n):
+            place = (index + shift) % n
+            value = self.movable[n - 1 - place if down else place]
+            if value != self.forced and self._improve(value):
+                any_ = True
+        return any_
+
+    def _random(self, most: int) -> int:
+        self.state = (self.state * 6364136223846793005 + 1442695040888963407) % 2**64
+        return (self.state >> 33) % most
+
+    def _force(self, value: int) -> None:
+        """Turn a value's presence around over a stretch, if nothing asks for it in the first slot that is drawn."""
+        n = self.end[value] - self.first[value] + 1
+        least = 0 if self.leaves[value] >= 0 else 1
+        if n <= least:
+            return
+        at = least + self._random(n - least)
+        own, pinned = self.there[value], self.is_pinned[value]
+        if pinned[at]:
+            return
+        low = high = at
+        while low - 1 >= least and own[low - 1] == own[at] and not pinned[low - 1]:
+            low -= 1
+        while high + 1 < n and own[high + 1] == own[at] and not pinned[high + 1]:
+            high += 1
+        if self._random(2):
+            low += self._random(at - low + 1)
+            high = at + self._random(high - at + 1)
+        path = list(own)
+        path[low : high + 1] = [not own[at]] * (high + 1 - low)
+        if len(path) > n:
+            path[n] = path[n - 1]
+        self._put(value, path)
+        self.forced = value
+
+    def _keep_if_better(self) -> None:
+        if (self.excess, self.seconds) < (self.best_excess, self.best_seconds):
+            self.best_there = list(self.there)
+            self.best_seconds, self.best_excess = self.seconds, self.excess
+            self.in_vain = 0
+
+    def _go_back(self) -> None:
+        for value in self.movable:
+            if self.there[value] != self.best_there[value]:
+                self._put(value, self.best_there[value])
+        self._count()
+
+    def _begin_turn(self) -> None:
+        """Rule 3."""
+        if not self.begun:
+            self._begin()
+            for value in self.movable:
+                self._put(value, [True] * len(self.there[value]))
+            self._count()
+            self.price = self.unit * _LOWEST
+            return
+        self._go_back()
+        self.in_vain += 1
+        halvings = self._random(_DOUBLINGS) + 1
+        self.price = self.unit * ldexp(1.0 + self._random(1000) / 1000.0, -halvings)
+        for _ in range(self._random(_FORCED)):
+            self._force(self.movable[self._random(len(self.movable))])
+
+    def _go_on_with_turn(self) -> None:
+        """Rule 2: a sweep, and a higher price after it."""
+        any_ = self._sweep()
+        self.forced = -1
+        if (self.excess <= 0 and not any_) or self.price > _HIGHEST * self.unit:
+            self._count()
+            self._keep_if_better()
+            self.in_turn = False
+            return
+        self.price *= _STEP if any_ else _STEP * _STEP
+
+    def go_on(self, most_work: int, most_in_vain: int) -> bool:
+        """Go on for at least so many units of work. Return whether so many turns in a row found nothing better."""
+        until = self.done + most_work
+        while self.done < until and self.movable and self.in_vain < most_in_vain:
+            if self.in_turn:
+                self._go_on_with_turn()
+                continue
+            self._begin_turn()
+            self.in_turn = True
+        return not self.movable or self.in_vain >= most_in_vain
+
+    def best(self) -> Found:
+        """Return the best so far."""
+        if not self.begun:
+            self._begin()
+        self._go_back()
+        most = -inf
+        for total, room in zip(self.forward_sum, self.forward_room, strict=True):
+            most = max(most, total - room)
+        for slot, its in enumerate(self.slots):
+            passing = max(its.made.held - self.spare[slot], 0.0)
+            most = max(most, its.sum + passing - self.room[slot])
+            most = max(most, its.rest_sum - self.rest_room[slot])
+        there = np.array([each for own in self.there for each in own], bool)
+        return Found(self.seconds, self.excess, most, there)
+
+
+def _lists(offsets: list[int], items: list[int]) -> list[list[int]]:
+    return [items[low:high] for low, high in zip(offsets[:-1], offsets[1:], strict=True)]
