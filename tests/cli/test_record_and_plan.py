@@ -120,7 +120,8 @@ def test_the_table_shows_what_each_planner_comes_to(chain, capsys):
     assert rows["swap"][2] == "0 s"
     assert rows["recompute"][2] != "0 s"
     assert rows["recompute"][3] == "0 s"
-    assert rows["checkmate"][4] == rows["checkmate"][5]  # its plan is as fast as its bound
+    step, bound = map(float, rows["checkmate"][4:6])
+    assert bound <= step <= bound + 0.002  # its plan is as fast as its bound
 
 
 def test_joint_starts_from_the_plans_of_the_others(chain, capsys):
