@@ -13,7 +13,8 @@ size_t at_(int64_t index) { return static_cast<size_t>(index); }
 
 constexpr double kLowest = 1.0 / 256.0;  // price to begin with, in units of what a byte takes
 constexpr double kHighest = 1e6;
-constexpr uint64_t kDoublings = 9;  // from the lowest price of a later turn to the highest
+constexpr uint64_t kDoublings = 6;  // from the lowest price of a later turn to the highest
+constexpr double kFirstStep = 2.0;  // of the price, after each sweep of the first turn
 constexpr double kStep = 1.3;
 constexpr uint64_t kForced = 4;     // values turned around before a turn, at the most one less
 constexpr double kNothing = 1e-12;  // seconds: less is no gain
@@ -565,10 +566,12 @@ void PresenceSearch::begin_first_turn() {
   }
   count();
   price_ = unit_ * kLowest;
+  step_ = kFirstStep;
 }
 
 void PresenceSearch::begin_turn() {
   go_back();
+  step_ = kStep;
   ++in_vain_;
   const auto halvings = static_cast<int>(random(kDoublings)) + 1;
   price_ = unit_ * std::ldexp(1.0 + static_cast<double>(random(1000)) / 1000.0, -halvings);
@@ -587,7 +590,7 @@ void PresenceSearch::go_on_with_turn() {
     in_turn_ = false;
     return;
   }
-  price_ *= any ? kStep : kStep * kStep;
+  price_ *= any ? step_ : step_ * step_;
 }
 
 bool PresenceSearch::go_on(int64_t most_work, int64_t most_in_vain) {

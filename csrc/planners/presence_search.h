@@ -108,6 +108,7 @@ class PresenceSearch {
   double excess_ = 0.0;
   double price_ = 0.0;  // seconds for a byte too much in a slot
   double unit_ = 0.0;
+  double step_ = 0.0;
   std::vector<uint8_t> best_there_;
   double best_seconds_ = 0.0;
   double best_excess_ = 0.0;

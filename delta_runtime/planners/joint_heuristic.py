@@ -58,6 +58,7 @@ def plan(
     drops: bool = True,
     links: Links | None = None,
     most_work: float = float("inf"),
+    one_gap: bool = False,
 ) -> Plan:
     """Choose what to drop and what to swap in the next step that is like `graph`.
 
@@ -71,6 +72,7 @@ def plan(
         links: speed of the lanes, where anything may be swapped. As long as it is not known,
             nothing is.
         most_work: of each attempt, and of looking further, in units of WORK_PER_SECOND.
+        one_gap: whether each value leaves once at the most, as soon as it may.
 
     Returns:
         The plan; its peak is above the budget where none was found that fits.
@@ -128,7 +130,7 @@ def plan(
         # and what drops the most is not what leaves the victim queue the most to choose from.
         choice = first
     found = plan_of(cover, evaluator, choice, by_next_use=choice is swaps)
-    if effort > 0 and choice.dropped.any() and not choice.swapped.any():
+    if effort > 0 and not one_gap and choice.dropped.any() and not choice.swapped.any():
         most = int(min(max(work, _TO_SEARCH), MOST_EFFORT, most_work))
         return _searched(cover, found, most_work=most)
     return found

@@ -32,14 +32,16 @@ from delta_runtime.core.recipes import Recipes
 from delta_runtime.core.step_graph import Mask, StepGraph
 from delta_runtime.planners.presence_slots import Slots, plan_of, presence_of, slots_of
 
-MOST_PRESENCE = 8_000_000
+MOST_PRESENCE = 5_000_000
 """Slots of all values together: a step with more is not searched."""
 _MOST_IN_VAIN = 300  # turns in a row that found nothing better
+_SWEEPS = 30  # for a first turn in any case
 _WORK_AT_ONCE = 200_000  # a few milliseconds
 
 _LOWEST = 1.0 / 256.0  # price to begin with, in units of what a byte takes
 _HIGHEST = 1e6
-_DOUBLINGS = 9  # from the lowest price of a later turn to the highest
+_DOUBLINGS = 6  # from the lowest price of a later turn to the highest
+_FIRST_STEP = 2.0  # of the price, after each sweep of the first turn
 _STEP = 1.3
 _FORCED = 4  # values turned around before a turn, at the most one less
 _NOTHING = 1e-12  # seconds: less is no gain
@@ -76,7 +78,7 @@ def search(
         graph: the recorded step.
         budget_bytes: what may be live at any moment.
         begin: a plan that drops; the result is no worse, by the account of the slots.
-        most_work: units of work after which the best so far is the result.
+        most_work: units of work after which the best so far is the result; a first turn takes more, if need be.
         recipes: of `graph`; made where None is given.
         as_judged: see `slots_of`.
 
@@ -88,6 +90,7 @@ def search(
         return None
     there = presence_of(slots, begin, graph)
     presence = searching(slots, there)
+    most_work = max(most_work, _SWEEPS * len(there))
     through = False
     while not through and presence.work() < most_work:
         give_way()
@@ -201,7 +204,7 @@ class PresenceSearch:
         self.is_fixed: list[bool] = slots.fixed.tolist()
         self.slots = [_Slot() for _ in self.room]
         self.forward_sum = [0.0] * len(self.forward_room)
-        self.seconds = self.excess = self.price = self.unit = 0.0
+        self.seconds = self.excess = self.price = self.unit = self.step = 0.0
         self.best_there: list[list[bool]] = []
         self.best_seconds = self.best_excess = 0.0
         self.done = self.in_vain = 0
@@ -545,8 +548,10 @@ class PresenceSearch:
                 self._put(value, [True] * len(self.there[value]))
             self._count()
             self.price = self.unit * _LOWEST
+            self.step = _FIRST_STEP
             return
         self._go_back()
+        self.step = _STEP
         self.in_vain += 1
         halvings = self._random(_DOUBLINGS) + 1
         self.price = self.unit * ldexp(1.0 + self._random(1000) / 1000.0, -halvings)
@@ -562,7 +567,7 @@ class PresenceSearch:
             self._keep_if_better()
             self.in_turn = False
             return
-        self.price *= _STEP if any_ else _STEP * _STEP
+        self.price *= self.step if any_ else self.step * self.step
 
     def go_on(self, most_work: int, most_in_vain: int) -> bool:
         """Go on for at least so many units of work. Return whether so many turns in a row found nothing better."""
