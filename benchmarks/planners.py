@@ -326,7 +326,9 @@ def main() -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seconds", type=float, default=60.0, help="that one instance may take")
-    parser.add_argument("--only", choices=["chains", "dags", "joint", "gap", "beside"], help="one part")
+    parser.add_argument(
+        "--only", choices=["chains", "dags", "joint", "gap", "beside"], help="one part"
+    )
     arguments = parser.parse_args()
     console = Console(width=120)
     if arguments.only in (None, "chains"):

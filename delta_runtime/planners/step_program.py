@@ -34,12 +34,14 @@ import numpy as np
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.recipes import Recipes, recipes_of
 from delta_runtime.core.step_graph import Floats, StepGraph
+from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.contraction import workspaces_of
 from delta_runtime.planners.linear_program import TOLERANCE, LinearProgram
 from delta_runtime.planners.plan_result import judged
 from delta_runtime.planners.presence import Presence
 
 _THRESHOLDS = tuple(round(0.1 * each, 1) for each in range(1, 10))
+_EFFORT = 4.0  # of joint, for what the solver is to beat
 _SLACK = 1e-7
 """Of the budget, that the solver is given more: it takes rows for met that are missed by less, but not always."""
 _ONE, _ZERO = -1, -2  # in place of a column: a constant
@@ -209,7 +211,7 @@ class StepProgram:
                 self._sum([(held, -1.0), *before], -np.inf, 0.0)
 
     def fastest(self, time_limit_s: float, gap: float) -> Outcome:
-        """Return the plan with the fewest seconds of rebuilding: by rounding first, then exactly.
+        """Return the plan with the fewest seconds of rebuilding: by rounding and by joint first, then exactly.
 
         Args:
             time_limit_s: after so long the best plan so far counts.
@@ -222,12 +224,16 @@ class StepProgram:
         rounded = self.rounded()
         if rounded.impossible:
             return rounded
-        best = rounded.plan
+        best = min(
+            (each for each in (rounded.plan, self._of_joint()) if each is not None),
+            key=lambda plan: plan.predicted_seconds,
+            default=None,
+        )
         if best is not None:
             # What is dearer is not looked for. The solver may pass a row by its tolerance, and so may this one.
             most_s = best.predicted_seconds * (1 + TOLERANCE)
             if rounded.bound_s is not None and most_s * (1 - gap) <= rounded.bound_s:
-                return rounded
+                return Outcome(best, rounded.bound_s, impossible=False)
             terms = [(column, self.seconds[row]) for (_, row), column in self.reruns.items()]
             self.program.row(terms, 0.0, most_s)
         end_s = begin + time_limit_s
@@ -257,6 +263,12 @@ class StepProgram:
         fitting = [each for each in plans if each is not None]
         best = min(fitting, key=lambda plan: plan.predicted_seconds, default=None)
         return Outcome(best, bound_s, impossible=False)
+
+    def _of_joint(self) -> Plan | None:
+        """Return the joint heuristic's plan, which the solver is to beat; None where it does not fit."""
+        return self._judged(
+            joint_heuristic.plan(self.graph, int(self.budget_bytes), effort=_EFFORT)
+        )
 
     def small_plans(self, time_limit_s: float) -> list[Plan]:
         """Return plans that hold little, for a program without a budget; the last holds the least, if time was enough.
