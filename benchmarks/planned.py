@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from rich.table import Table
 
 import delta_runtime as delta
@@ -33,7 +34,6 @@ from benchmarks.common import (
     MIB,
     SEED,
     Spread,
-    console,
     machine,
     measure,
     train_step,
@@ -45,6 +45,7 @@ from delta_runtime.plan_cache import CALIBRATION_STEPS
 from scripts.train_plain import THREADS
 from scripts.workloads import TrainState
 
+_WIDTH = 140
 _A_LITTLE_MORE = 1.005  # records differ a little from run to run
 PLANNERS = ("rotor", "checkmate", "min_peak", "joint")
 
@@ -182,7 +183,7 @@ def show(rows: list[Row]) -> None:
             f"{row.rebuilds_s:.3f}",
             "equal" if row.equal else "DIFFER",
         )
-    console.print(table, soft_wrap=True)
+    Console(width=_WIDTH).print(table)
 
 
 def main() -> int:

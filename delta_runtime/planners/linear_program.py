@@ -27,6 +27,7 @@ from delta_runtime.core.step_graph import Floats
 TOLERANCE = 1e-5
 """By so much of its largest factor may a row be violated, the tolerances of whole numbers in it added up."""
 
+_LARGE_COST = 1e6
 _OPTIMAL, _LIMIT, _IMPOSSIBLE, _TROUBLE = 0, 1, 2, 4  # scipy's statuses; 3 is unbounded
 
 
@@ -185,9 +186,10 @@ class LinearProgram:
 
     @property
     def _unit_of_cost(self) -> float:
-        """A power of two near the largest cost, where that is below 1; rule 2."""
+        """A power of two near the largest cost, where that is below 1 or above a million; rule 2."""
         most = max(map(abs, self._costs), default=0.0)
-        return float(2.0 ** np.floor(np.log2(most))) if 0 < most < 1 else 1.0
+        odd = 0 < most < 1 or most > _LARGE_COST
+        return float(2.0 ** np.floor(np.log2(most))) if odd else 1.0
 
     def _cost(self, solvers: float | None) -> float | None:
         """Return a cost of the solver's as one of this program's."""
