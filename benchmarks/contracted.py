@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from rich.table import Table
 
 import delta_runtime as delta
@@ -40,6 +41,7 @@ WHOLE = ("recompute", "rotor", "checkmate", "min_peak", "chen")
 GAP = 1e-3
 WITHIN = 1.05  # of the optimum
 _STEPS = 4
+_WIDTH = 150
 _BISECTIONS = 12
 
 
@@ -175,7 +177,7 @@ def show(rows: list[Row], step_s: float) -> None:
             share(row.whole_bound_s),
             *(share(row.whole_s[name]) for name in WHOLE),
         )
-    console.print(table)
+    Console(width=_WIDTH).print(table)
 
 
 def main() -> int:

@@ -165,6 +165,7 @@ class PlanCache:
         planning: how long plans may take; None for as long as they like.
         planner: who makes the final plan of a graph, by its name in `planners.registry`. Until then, and where that
             one has none, it is joint's.
+        as_written: whether joint's plans may be carried out as written.
         beside: makes them beside training; None: they are made at once.
     """
 
@@ -177,6 +178,7 @@ class PlanCache:
         yields: bool = False,
         planning: PlanningTime | None = None,
         planner: str = "joint",
+        as_written: bool = False,
         beside: PlansBeside | None = None,
     ) -> None:
         self._makes_plans = plans
@@ -185,6 +187,7 @@ class PlanCache:
         self._yields = yields
         self._planning = planning or PlanningTime(limited=False)
         self._planner = planner
+        self._as_written = as_written
         self.refusal: PlannerInfeasible | None = None
         """That the planner has no plan for the budget, where it said so last."""
         self._beside = beside
@@ -563,6 +566,7 @@ class PlanCache:
             effort=SEARCH_EFFORT if known.runs >= CALIBRATION_STEPS and not self._yielded else 0.0,
             drops=self._drops,
             links=known.links,
+            one_gap=not self._as_written,
         )
 
     def judge(self, rebuild_s: float, wait_s: float) -> bool:

@@ -72,9 +72,10 @@ for options in (
 
 
 def _moved(code: str, **environment: str) -> dict[str, Any]:
+    plain = {name: text for name, text in os.environ.items() if not name.startswith("DELTA_")}
     done = subprocess.run(
         [sys.executable, "-c", f"{code}\nprint(json.dumps(moved))"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
+        env=plain | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
         capture_output=True,
         text=True,
         timeout=100,
