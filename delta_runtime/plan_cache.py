@@ -112,6 +112,7 @@ class _Known:
     links: Links | None = None  # that it was made with
     trials: PlanTrials = field(default_factory=PlanTrials)
     outdated: bool = False  # what its plan is being made from
+    refusal: PlannerInfeasible | None = None  # that the planner has no plan for `budget_bytes`
 
     def settle(self) -> None:
         """Stay with the best of what was measured; with the plan there is if nothing was."""
@@ -188,8 +189,6 @@ class PlanCache:
         self._planning = planning or PlanningTime(limited=False)
         self._planner = planner
         self._as_written = as_written
-        self.refusal: PlannerInfeasible | None = None
-        """That the planner has no plan for the budget, where it said so last."""
         self._beside = beside
         self._begun: _Begun | None = None  # beside training
         self._known: OrderedDict[_Key, _Known] = OrderedDict()
@@ -207,6 +206,12 @@ class PlanCache:
     def plan(self) -> Plan | None:
         """The plan of the latest graph; None where there is none."""
         return next(reversed(self._known.values())).plan if self._known else None
+
+    @property
+    def refusal(self) -> PlannerInfeasible | None:
+        """That the planner has no plan for a graph that is known; of several, the latest graph's. None where it has."""
+        refusals = (known.refusal for known in reversed(self._known.values()))
+        return next((each for each in refusals if each is not None), None)
 
     @property
     def settled(self) -> bool:
@@ -429,16 +434,24 @@ class PlanCache:
         try:
             with self._planning.planning(free=begun.free):
                 plan = make()
-        except PlannerInfeasible as refusal:
-            self._take_refusal(known, refusal)
+        except Exception as error:
+            self._take_error(known, begun, error)
             return
         self._put_in_place(known, begun, plan, self._planning.spent_s - before_s)
 
-    def _take_refusal(self, known: _Known, refusal: PlannerInfeasible) -> None:
-        """Stay with joint's plan where the planner has none; it is not asked again for this budget."""
-        self.refusal = refusal.with_traceback(None)  # its frames would keep this object alive
-        known.searched = not known.outdated
+    def _take_error(self, known: _Known, begun: _Begun, error: Exception) -> None:
+        """Stay with the plan there is where the planner has none, or failed.
+
+        Where that was to be the final plan, it is not asked again for this budget.
+
+        Raises:
+            Exception: the error, if it is any but that there is no plan.
+        """
+        known.searched = begun.final and not known.outdated
         known.trials.begin(settled=True)
+        if not isinstance(error, PlannerInfeasible):
+            raise error
+        known.refusal = error.with_traceback(None)  # its frames would keep this object alive
 
     def take_made(self) -> bool:
         """Put the plan in place that was made beside training, if there is one.
@@ -459,13 +472,11 @@ class PlanCache:
 
     def _take_in(self, made: Made, begun: _Begun) -> bool:
         known = self._known.get(begun.key)
-        if isinstance(made.error, PlannerInfeasible):
-            if known is not None:
-                self._take_refusal(known, made.error)
+        if known is None or known.budget_bytes != begun.budget_bytes:
             return False
         if made.error is not None:
-            raise made.error
-        if known is None or made.plan is None or known.budget_bytes != begun.budget_bytes:
+            self._take_error(known, begun, made.error)
+        if made.plan is None:
             return False
         self._put_in_place(known, begun, made.plan, made.seconds)
         return True
@@ -473,7 +484,7 @@ class PlanCache:
     def _put_in_place(self, known: _Known, begun: _Begun, plan: Plan, seconds: float) -> None:
         if begun.trial and known.trials.settled:
             return  # meanwhile another one was chosen
-        known.plan = plan
+        known.plan, known.refusal = plan, None
         if begun.trial:
             if begun.only_if_s is not None and plan.predicted_seconds > begun.only_if_s:
                 known.settle()

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from delta_runtime import plan_cache
 from delta_runtime.affordable_peak import MOST_MORE, AffordablePeak, affordable_s, bearable_s
 from delta_runtime.core.events import Exit
 from delta_runtime.core.plan import Plan
@@ -16,7 +17,11 @@ from delta_runtime.plan_cache import CALIBRATION_STEPS, STEPS_TO_SETTLE, PlanCac
 from delta_runtime.plan_trials import MOST_TRIALS, TRIAL_STEPS, WATCH_STEPS
 from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.bounds import bounds_of
+from delta_runtime.planners.linear_program import SolverFailed
+from delta_runtime.planners.plan_result import PlanResult
+from delta_runtime.planners.registry import Planner
 from delta_runtime.planning_time import PlanningTime
+from delta_runtime.plans_beside import PlansBeside
 from tests.support.step_graphs import chain
 
 MIB = 1024**2
@@ -471,3 +476,76 @@ def test_what_was_too_dear_is_given_up_in_one_go(times: float, share: float):
     left_bytes = GRAPH.peak_bytes - limit_bytes
     assert relief.peak_bytes == pytest.approx(limit_bytes + share * left_bytes, abs=2)
     assert budgets == [relief.peak_bytes] and relief.is_over
+
+
+# ---------------------------------------------------------------- a planner by name
+
+
+def named(monkeypatch: pytest.MonkeyPatch, *answers: PlanResult | Exception) -> list[int]:
+    """Have the planner "rotor" answer so, one answer after the other; returns the budgets that it is asked for."""
+    asked: list[int] = []
+    left = list(answers)
+
+    def plan(graph: StepGraph, budget_bytes: int, tiers: Links | None = None, /) -> PlanResult:
+        asked.append(budget_bytes)
+        answer = left.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(plan_cache, "PLANNERS", {"rotor": Planner(plan, "")})
+    return asked
+
+
+def answer_of(plan: Plan | None, least_bytes: int | None = None) -> PlanResult:
+    return PlanResult(plan, 1, 1.0, None, 0.0, least_bytes)
+
+
+def test_a_planner_by_name_makes_the_final_plan_alone(monkeypatch):
+    plan = Plan.moving_nothing(GRAPH)
+    asked = named(monkeypatch, answer_of(plan))
+    known = PlanCache(plans=True, planner="rotor")
+    for _ in range(CALIBRATION_STEPS - 1):
+        learn(known)
+    assert known.plan is not None and not asked  # joint's
+    learn(known)
+    assert (known.plan is plan, len(asked), known.refusal) == (True, 1, None)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_planner_that_fails_is_not_asked_again(monkeypatch, beside):
+    asked = named(monkeypatch, SolverFailed())
+    plans = PlansBeside() if beside else None
+    known = PlanCache(plans=True, planner="rotor", beside=plans)
+
+    def step() -> None:
+        if plans is not None:
+            plans.wait()
+            known.take_made()
+        learn(known)
+
+    for _ in range(CALIBRATION_STEPS - 1 + beside):
+        step()
+    with pytest.raises(SolverFailed):
+        step()
+    first = known.plan
+    for _ in range(3):
+        step()
+        known.tend(int(0.5 * GRAPH.peak_bytes), LINKS)
+    assert len(asked) == 1
+    assert known.plan is first is not None
+
+
+def test_a_refusal_ends_with_the_budget_that_it_is_for(monkeypatch):
+    plan = Plan.moving_nothing(GRAPH)
+    asked = named(monkeypatch, answer_of(None, 77), answer_of(plan))
+    known = PlanCache(plans=True, planner="rotor")
+    for _ in range(CALIBRATION_STEPS):
+        learn(known)
+    assert known.refusal is not None
+    assert known.refusal.least_budget_bytes == 77
+    assert known.plan is not None  # joint's
+    learn(known)
+    assert len(asked) == 1
+    learn(known, share=0.7)
+    assert (known.plan is plan, known.refusal, len(asked)) == (True, None, 2)

@@ -26,8 +26,9 @@ void PlanTable::begin_step() {
 
 void PlanTable::choose(const Plan* plan) {
   plan_ = plan;
-  as_written_ = plan != nullptr && plan->as_written && !diverged_;
-  page_of_.assign(as_written_ ? plan->fingerprint.size() : 0, -1);
+  const bool as_written = plan != nullptr && plan->as_written && !diverged_;
+  as_written_.store(as_written, std::memory_order_relaxed);
+  page_of_.assign(as_written ? plan->fingerprint.size() : 0, -1);
   ++generation_;
 }
 
@@ -94,7 +95,7 @@ void PlanTable::follow_as_written(Page& page, size_t row) {
   }
   page.weight = plan_->weight[row] * (page.planned ? kPlannedWeight : 1);
   page.below.prefetch_at = -1;  // until it leaves
-  if (as_written_) {
+  if (as_written()) {
     page_of_[row] = page.id;
   }
 }
@@ -107,12 +108,12 @@ Page* PlanTable::page_of(int64_t value) {
 
 bool PlanTable::keeps(const Value& value) const {
   const int64_t key = now_.key_of(value);
-  return !as_written_ || !fits(*plan_, key, value) ||
+  return !as_written() || !fits(*plan_, key, value) ||
          plan_->covers(static_cast<size_t>(key), position());
 }
 
 void PlanTable::note_asked(const Page& page) {
-  if (as_written_ && page.residency() != Residency::Resident && !keeps(*page.current)) {
+  if (as_written() && page.residency() != Residency::Resident && !keeps(*page.current)) {
     miss();  // backward does not go as it went when the step was recorded
   }
 }

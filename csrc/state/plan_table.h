@@ -2,6 +2,7 @@
 // a policy.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -19,7 +20,8 @@ class PlanTable : public Part {
   void begin_step();
   bool following() const { return plan_ != nullptr; }  // whether this step goes by one
   // Whether it is carried out as written, which ends with the first value that it does not know.
-  bool as_written() const { return as_written_; }
+  // Asked without the lock too.
+  bool as_written() const { return as_written_.load(std::memory_order_relaxed); }
   // Gives a page what the plan of this step says of it; false: no plan knows it.
   bool attach(Page& page);
   int64_t next_use_of(Page& page) const;  // a tick; -1: unknown
@@ -56,7 +58,7 @@ class PlanTable : public Part {
 
   std::vector<std::shared_ptr<const Plan>> plans_;
   const Plan* plan_ = nullptr;  // that this step follows
-  bool as_written_ = false;
+  std::atomic<bool> as_written_{false};
   bool diverged_ = false;         // this step has missed a plan
   std::vector<int64_t> page_of_;  // ids, by value, under a plan as written; -1: none yet
   uint64_t generation_ = 0;

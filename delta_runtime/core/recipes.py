@@ -112,3 +112,21 @@ def _lasts(graph: StepGraph, parents: list[Ints], repeats: Mask) -> Ints:
             until = lasts[parent] if repeats[parent] else graph.released_at[parent]
             lasts[row] = min(lasts[row], until)
     return lasts
+
+
+def rebuild_seconds(graph: StepGraph, recipes: Recipes) -> list[float]:
+    """Return the seconds that making each saved value again takes, from what it is rebuilt from."""
+    return [float(graph.rerun_seconds[ops].sum()) for ops in recipes.ops]
+
+
+def workspaces_of(graph: StepGraph, recipes: Recipes) -> list[float]:
+    """Return what making each saved value again holds beside it, in bytes, by the account of the judge of plans.
+
+    All else that the ops of its recipe make, and the largest workspace among them.
+    """
+    made = np.bincount(graph.value_op, weights=graph.value_bytes, minlength=graph.n_ops)
+    spare = np.maximum(graph.op_watermark_bytes - made, 0)
+    return [
+        float(made[ops].sum() - graph.saved_bytes[row] + spare[ops].max(initial=0))
+        for row, ops in enumerate(recipes.ops)
+    ]

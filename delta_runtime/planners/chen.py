@@ -12,11 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
 from delta_runtime.planners import min_peak
-from delta_runtime.planners.plan_result import PlanResult, judged, result_of
+from delta_runtime.planners.plan_result import PlanResult, judged, moving_nothing, result_of
 from delta_runtime.planners.solution import Solution
 from delta_runtime.planners.step_chain import StepChain
 
@@ -48,7 +47,7 @@ def solve(sizes: Sequence[float]) -> Solution[list[int]]:
 def plan(graph: StepGraph, budget_bytes: int, tiers: Links | None = None) -> PlanResult:
     """Return the plan of a recorded step with checkpoints at even distances, taken as a chain; see `step_chain`.
 
-    A stage counts by all that it saves. It is the same for every budget.
+    A stage counts by all that it saves. It is the same for every budget below the step's peak.
 
     Args:
         graph: the recorded step.
@@ -57,8 +56,8 @@ def plan(graph: StepGraph, budget_bytes: int, tiers: Links | None = None) -> Pla
     """
     begin = time.perf_counter()
     chain = StepChain(graph)
-    if chain.length == 0:
-        return result_of(judged(Plan.moving_nothing(graph), graph), budget_bytes, begin)
+    if graph.peak_bytes <= budget_bytes or chain.length == 0:
+        return moving_nothing(graph, budget_bytes, begin)
     found = solve(chain.segment_peaks().saved.tolist())
     return result_of(judged(chain.plan_of_kept(found.schedule), graph), budget_bytes, begin)
 

@@ -34,10 +34,10 @@ from typing import NamedTuple
 import numpy as np
 
 from delta_runtime.core.plan import NEVER, Interval, Plan
-from delta_runtime.core.recipes import Recipes, recipes_of
+from delta_runtime.core.recipes import Recipes, rebuild_seconds, recipes_of, workspaces_of
 from delta_runtime.core.step_graph import Floats, Ints, Mask, StepGraph
 from delta_runtime.planners.greedy_drops import GreedyCover
-from delta_runtime.planners.presence import asked_ops, gone_ops
+from delta_runtime.planners.presence import asked_ops, gone_ops, weights_of
 
 MOST_OPS = 45
 """Ops of a contracted graph for which an exact solver proves its plan within a minute."""
@@ -81,6 +81,7 @@ class Contraction:
         op_begin: first op of `whole` in each op of `graph`, and `whole.n_ops` at the end.
         leaves: op of `whole` before which each row of `whole.saved` may leave first.
         asked: ops of `whole` behind which each row is asked for.
+        weights: of the values of `whole`, for plans; see `Plan`.
     """
 
     whole: StepGraph
@@ -89,6 +90,7 @@ class Contraction:
     op_begin: Ints
     leaves: Ints
     asked: list[Ints]
+    weights: Floats
 
     def expand(self, plan: Plan) -> Plan:
         """Return the same plan for the whole graph; its seconds and its peak are to be judged."""
@@ -102,12 +104,13 @@ class Contraction:
         of_groups = [of_values[value] for value in self.graph.saved.tolist()]
         begins = self._begin_ops(of_groups)
         for group, rows in enumerate(self.groups):
+            all_may = int(self.leaves[rows].max())
             for row in rows.tolist():
                 value = int(whole.saved[row])
                 intervals[value] = [
                     Interval(
                         made_at[value] if number == 0 else tick[begins[each.begin]],
-                        tick[self._end_op(each.end, row, begins)],
+                        tick[self._end_op(each.end, int(self.leaves[row]), all_may, begins)],
                         each.exit,
                         each.copy_back_at
                         if each.copy_back_at == NEVER
@@ -116,11 +119,9 @@ class Contraction:
                     for number, each in enumerate(of_groups[group])
                     if number == 0 or begins[each.begin] < gone[row]
                 ]
-        weights = np.full(whole.n_values, np.inf)
-        weights[whole.saved] = _seconds_per_byte(whole)
         return Plan.of(
             intervals,
-            weights=weights,
+            weights=self.weights,
             predicted_seconds=plan.predicted_seconds,
             predicted_peak_bytes=plan.predicted_peak_bytes,
             as_written=True,
@@ -144,26 +145,22 @@ class Contraction:
                 begins[each.begin] = min([begins.get(each.begin, high), *(uses or [low])])
         return begins
 
-    def _end_op(self, end: int, row: int, begins: Mapping[int, int]) -> int:
-        """Return the op of the whole graph before which a row of a group leaves that leaves before an op.
+    def _end_op(self, end: int, may: int, all_may: int, begins: Mapping[int, int]) -> int:
+        """Return the op of the whole graph before which a member leaves whose group leaves before an op.
 
         Args:
             end: the op of the contracted graph.
-            row: of `whole.saved`.
+            may, all_may: ops of the whole before which the member, and all of its group, may leave first.
             begins: see `_begin_ops`.
         """
         if end >= self.graph.n_ops:
             return self.whole.n_ops
-        first, last = int(self.leaves[row]), int(self.op_begin[end])
-        earliest = max(int(self.leaves[each]) for each in self._group_of(row))
+        last = int(self.op_begin[end])
         # In forward each leaves as soon as it may, if its group does and nobody is rebuilt from it before.
-        as_soon = end == int(np.searchsorted(self.op_begin, earliest, side="left"))
-        if as_soon and not any(first <= op < last for op in begins.values()):
-            return first
-        return max(last, first)
-
-    def _group_of(self, row: int) -> list[int]:
-        return next(rows.tolist() for rows in self.groups if row in rows)
+        as_soon = end == int(np.searchsorted(self.op_begin, all_may, side="left"))
+        if as_soon and not any(may <= op < last for op in begins.values()):
+            return may
+        return max(last, may)
 
     def merged(self) -> list[MergedOp]:
         """Return what each op of the contracted graph stands for."""
@@ -187,12 +184,6 @@ class Contraction:
                 )
             )
         return found
-
-
-def _seconds_per_byte(graph: StepGraph) -> Floats:
-    recipes = recipes_of(graph)
-    seconds = np.array([float(graph.rerun_seconds[ops].sum()) for ops in recipes.ops])
-    return np.asarray(seconds / np.maximum(graph.saved_bytes, 1), np.float64)
 
 
 def movable_rows(graph: StepGraph, recipes: Recipes) -> Ints:
@@ -241,7 +232,7 @@ def by_size(graph: StepGraph, most_ops: int = MOST_OPS) -> Contraction:
 
 def _merged_by_size(graph: StepGraph, rows: Ints, recipes: Recipes, count: int) -> list[Ints]:
     """Merge neighbours until `count` groups are left."""
-    seconds = np.array([float(graph.rerun_seconds[recipes.ops[row]].sum()) for row in rows])
+    seconds = np.array(rebuild_seconds(graph, recipes))[rows]
     bytes_ = graph.saved_bytes[rows].astype(np.float64)
     size = bytes_ / max(bytes_.sum(), 1.0) + seconds / max(seconds.sum(), 1e-12)
     cuts = set(cuts_of(rows, recipes))
@@ -280,7 +271,9 @@ def contract(graph: StepGraph, groups: Sequence[Ints], recipes: Recipes) -> Cont
     op_begin = np.unique([0, *ends, *firsts, *turns.tolist(), graph.n_ops])
     op_begin = op_begin[op_begin <= graph.n_ops]
     frame = _Contracting(graph, groups, op_begin, cover.begin, asked)
-    return Contraction(graph, frame.contracted(recipes), groups, op_begin, cover.begin, asked)
+    small = frame.contracted(recipes)
+    weights = weights_of(graph, recipes)
+    return Contraction(graph, small, groups, op_begin, cover.begin, asked, weights)
 
 
 def _made(graph: StepGraph, rows: Ints) -> int:
@@ -489,16 +482,3 @@ def _reaching(recipes: Recipes, row: int, lasts: Mask) -> tuple[list[int], list[
                 again.add(parent)
                 todo.append(parent)
     return sorted(again), sorted(lasting)
-
-
-def workspaces_of(graph: StepGraph, recipes: Recipes) -> list[float]:
-    """Return what making each saved value again holds beside it, by the account of the judge of plans.
-
-    All else that the ops of its recipe make, and the largest workspace among them.
-    """
-    made = np.bincount(graph.value_op, weights=graph.value_bytes, minlength=graph.n_ops)
-    spare = np.maximum(graph.op_watermark_bytes - made, 0)
-    return [
-        float(made[ops].sum() - graph.saved_bytes[row] + spare[ops].max(initial=0))
-        for row, ops in enumerate(recipes.ops)
-    ]

@@ -16,8 +16,8 @@ import numpy as np
 
 from delta_runtime.core import compiled
 from delta_runtime.core.interrupts import give_way
-from delta_runtime.core.recipes import Recipes
-from delta_runtime.core.step_graph import Floats, Ints, Mask, StepGraph
+from delta_runtime.core.recipes import rebuild_seconds, workspaces_of
+from delta_runtime.core.step_graph import Floats, Ints, Mask
 from delta_runtime.planners.greedy_drops import GreedyCover
 from delta_runtime.planners.transfer_schedule import LaneTimes, Span
 
@@ -46,17 +46,6 @@ class Evaluation:
         return float(np.maximum(self.excess, 0).sum())
 
 
-def _work_bytes(graph: StepGraph, recipes: Recipes) -> list[float]:
-    """Return what rebuilding each saved value holds for a moment, beside the value and its saved parents."""
-    made_bytes = np.bincount(graph.value_op, weights=graph.value_bytes, minlength=graph.n_ops)
-    workspace = np.maximum(graph.op_watermark_bytes - made_bytes, 0)
-    work = []
-    for row, ops in enumerate(recipes.ops):
-        passing = made_bytes[ops].sum() - graph.value_bytes[graph.saved[row]]
-        work.append(float(passing + workspace[ops].max(initial=0)))
-    return work
-
-
 class Evaluator:
     """Plays backward with a choice, as the runtime would without any further pressure.
 
@@ -74,8 +63,8 @@ class Evaluator:
         self.begin: list[int] = cover.begin.tolist()
         self.made_at = graph.saved.tolist()
         self.own_need = cover.own_need.tolist()
-        self.seconds = [float(graph.rerun_seconds[ops].sum()) for ops in cover.recipes.ops]
-        self.work_bytes = _work_bytes(graph, cover.recipes)
+        self.seconds = rebuild_seconds(graph, cover.recipes)
+        self.work_bytes = workspaces_of(graph, cover.recipes)
         self.parents = [parents.tolist() for parents in cover.recipes.parents]
         self.made_last_first = np.argsort(graph.saved, kind="stable")[::-1].tolist()
         self.gone: list[int] = np.searchsorted(

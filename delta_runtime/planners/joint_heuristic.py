@@ -14,7 +14,7 @@ At each op of the recorded step, `ordinary + watermark - budget` bytes have to b
 5. where nothing is swapped, `presence_search`: values leave late, come back early, or several times. Its plan is
    carried out as written; it is taken where it fits and the other does not, or takes noticeably less.
 
-It is a heuristic: `planners` will hold the exact ones.
+It is a heuristic; `step_program` is exact, on contracted steps.
 """
 
 from __future__ import annotations

@@ -22,10 +22,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import Floats, StepGraph
 from delta_runtime.core.transfer import Links
-from delta_runtime.planners.plan_result import PlanResult, judged, result_of
+from delta_runtime.planners.plan_result import PlanResult, judged, moving_nothing, result_of
 from delta_runtime.planners.solution import Solution
 from delta_runtime.planners.step_chain import SegmentColumns, StepChain
 
@@ -83,8 +82,8 @@ def plan(
 ) -> PlanResult:
     """Return the plan of a recorded step with the least peak, taken as a chain; see `step_chain`.
 
-    It is the same for every budget: this planner knows no seconds. Objective B reckons with what the step holds beside
-    saved values at each moment of backward, objective A does not.
+    It is the same for every budget below the step's peak: this planner knows no seconds. Objective B reckons with what
+    the step holds beside saved values at each moment of backward, objective A does not.
 
     Args:
         graph: the recorded step.
@@ -94,8 +93,8 @@ def plan(
     """
     begin = time.perf_counter()
     chain = StepChain(graph)
-    if chain.length == 0:
-        return result_of(judged(Plan.moving_nothing(graph), graph), budget_bytes, begin)
+    if graph.peak_bytes <= budget_bytes or chain.length == 0:
+        return moving_nothing(graph, budget_bytes, begin)
     found = _of_columns(chain.segment_peaks(), objective)
     return result_of(judged(chain.plan_of_kept(found.schedule), graph), budget_bytes, begin)
 

@@ -5,11 +5,13 @@ Covers the form alone. Every exact planner says in its own words what is there w
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from delta_runtime.core.events import Exit
 from delta_runtime.core.plan import Interval, Plan
-from delta_runtime.core.recipes import Recipes, recipes_of
+from delta_runtime.core.recipes import Recipes, rebuild_seconds, recipes_of
 from delta_runtime.core.step_graph import Floats, Ints, Mask, StepGraph
 from delta_runtime.planners.greedy_drops import GreedyCover
 
@@ -35,6 +37,14 @@ class Presence:
         self.asked: list[set[int]] = asked_ops(graph)
         """Ops behind which each is asked for."""
 
+    def beside(self, rows: Iterable[int]) -> Floats:
+        """Return live bytes at each op, at its worst, without any of these values."""
+        graph = self.graph
+        beside = (graph.op_ordinary_bytes + graph.op_watermark_bytes).astype(np.float64)
+        for row in rows:
+            beside[self.made[row] : self.gone[row]] -= float(graph.saved_bytes[row])
+        return beside
+
     def plan(self, there: Mask) -> Plan:
         """Return the plan under which values are there at these ops, and dropped in between.
 
@@ -52,16 +62,16 @@ class Presence:
                 intervals[value] = [Interval(tick[int(self.made[row])], graph.ticks)]
         return Plan.of(
             intervals,
-            weights=self.weights(),
+            weights=weights_of(graph, self.recipes),
             predicted_seconds=0.0,
             predicted_peak_bytes=0,
             as_written=True,
         )
 
     def _intervals(self, present: Mask, row: int, tick: list[int]) -> list[Interval]:
+        present[sorted(self.asked[row])] = True
         present[: self.made[row]] = False
         present[self.made[row] : self.leaves[row]] = True
-        present[sorted(self.asked[row])] = True
         present[self.gone[row] :] = False
         edges = np.flatnonzero(np.diff(np.concatenate([[False], present, [False]])))
         found = []
@@ -71,13 +81,13 @@ class Presence:
             found.append(Interval(tick[begin], until, Exit.STAYS if stays else Exit.DROP))
         return found
 
-    def weights(self) -> Floats:
-        """Return for each value of the graph the seconds that a byte of it costs; inf for what is not saved."""
-        graph = self.graph
-        seconds = [float(graph.rerun_seconds[ops].sum()) for ops in self.recipes.ops]
-        weights = np.full(graph.n_values, np.inf)
-        weights[graph.saved] = np.array(seconds) / np.maximum(graph.saved_bytes, 1)
-        return weights
+
+def weights_of(graph: StepGraph, recipes: Recipes) -> Floats:
+    """Return for each value of a graph the seconds that a byte of it costs; inf for what is not saved."""
+    weights = np.full(graph.n_values, np.inf)
+    seconds = np.array(rebuild_seconds(graph, recipes))
+    weights[graph.saved] = seconds / np.maximum(graph.saved_bytes, 1)
+    return weights
 
 
 def gone_ops(graph: StepGraph) -> Ints:

@@ -23,9 +23,8 @@ import numpy as np
 
 from delta_runtime.core.events import Exit
 from delta_runtime.core.plan import Interval, Plan
-from delta_runtime.core.recipes import Lists, Recipes
+from delta_runtime.core.recipes import Lists, Recipes, rebuild_seconds, workspaces_of
 from delta_runtime.core.step_graph import Floats, Ints, Mask, StepGraph
-from delta_runtime.planners.contraction import workspaces_of
 from delta_runtime.planners.presence import Presence
 
 
@@ -112,13 +111,12 @@ def slots_of(
     next_op = np.minimum(begin + 1, graph.n_ops - 1)
     recipes = presence.recipes
     rows = values.rows.tolist()
-    seconds = [float(graph.rerun_seconds[recipes.ops[row]].sum()) for row in rows]
     lengths = values.end - values.first + 1 + values.lingers
     return Slots(
         rows=values.rows,
         begin=begin,
         bytes=values.bytes,
-        seconds=np.array(seconds, np.float64),
+        seconds=np.array(rebuild_seconds(graph, recipes), np.float64)[values.rows],
         workspace=np.array(workspaces_of(graph, recipes), np.float64)[values.rows],
         parents=Lists.of([np.sort(values.place[recipes.parents[row]]) for row in rows]),
         first=values.first,

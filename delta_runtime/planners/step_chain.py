@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from delta_runtime.core.plan import Plan
-from delta_runtime.core.recipes import recipes_of
+from delta_runtime.core.recipes import recipes_of, workspaces_of
 from delta_runtime.core.step_graph import Floats, Ints, Mask, StepGraph
 from delta_runtime.planners.chain import Action, Chain, Kind
 from delta_runtime.planners.contraction import (
@@ -31,7 +31,6 @@ from delta_runtime.planners.contraction import (
     contract,
     cuts_of,
     movable_rows,
-    workspaces_of,
 )
 from delta_runtime.planners.presence import Presence
 
@@ -133,7 +132,7 @@ class StepChain:
         bytes_ = graph.saved_bytes
         workspace = workspaces_of(graph, self.presence.recipes)
         seconds = np.nan_to_num(graph.rerun_seconds)
-        beside = self._held_beside()
+        beside = self.presence.beside(range(len(self.graph.saved)))
         out = [int(bytes_[each.output]) for each in self.stages]
         rest = [int(bytes_[each.rest]) if each.rest != _INPUT else 0 for each in self.stages]
         a = [0, *out]
@@ -172,7 +171,7 @@ class StepChain:
 
     def segment_peaks(self) -> SegmentColumns:
         """Return what least-peak checkpoints need to know of the device's memory."""
-        beside = self._held_beside()
+        beside = self.presence.beside(range(len(self.graph.saved)))
         columns = self.columns()
         worst = [
             float(beside[ops.start : ops.stop].max(initial=0.0))
@@ -183,13 +182,6 @@ class StepChain:
             saved=np.array(columns.abar, np.float64),
             beside=np.array([0.0, *worst]),
         )
-
-    def _held_beside(self) -> Floats:
-        graph = self.graph
-        beside = (graph.op_ordinary_bytes + graph.op_watermark_bytes).astype(np.float64)
-        for group, size in enumerate(graph.saved_bytes.tolist()):
-            beside[self.presence.made[group] : self.presence.gone[group]] -= size
-        return beside
 
     def plan_of_schedule(self, schedule: Sequence[Action]) -> Plan:
         """Return the plan of the whole step under which its stages run as a schedule of `rotor` says."""

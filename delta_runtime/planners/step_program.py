@@ -32,10 +32,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from delta_runtime.core.plan import Plan
-from delta_runtime.core.recipes import Recipes, recipes_of
+from delta_runtime.core.recipes import Recipes, rebuild_seconds, recipes_of, workspaces_of
 from delta_runtime.core.step_graph import Floats, StepGraph
 from delta_runtime.planners import joint_heuristic
-from delta_runtime.planners.contraction import workspaces_of
 from delta_runtime.planners.linear_program import TOLERANCE, LinearProgram
 from delta_runtime.planners.plan_result import judged
 from delta_runtime.planners.presence import Presence
@@ -83,9 +82,9 @@ class StepProgram:
         self.rows = np.flatnonzero(self.recipes.possible).tolist()
         self.rows.sort(key=lambda row: int(graph.saved[row]))
         self.bytes = graph.saved_bytes.astype(np.float64)
-        self.seconds = [float(graph.rerun_seconds[ops].sum()) for ops in self.recipes.ops]
+        self.seconds = rebuild_seconds(graph, self.recipes)
         self.workspace = workspaces_of(graph, self.recipes)
-        self.beside = self._held_beside()
+        self.beside = self.presence.beside(self.rows)
         self.program = LinearProgram()
         # By how much of the budget it is not used, where it is to be made least.
         self.unused = self.program.column(-1.0, 0.0, 1.0) if budget_bytes is None else _ZERO
@@ -96,14 +95,6 @@ class StepProgram:
             self._columns(op)
         for op in range(graph.n_ops):
             self._rows(op)
-
-    def _held_beside(self) -> Floats:
-        """Return live bytes at each op without any of the values that may be dropped."""
-        graph = self.graph
-        beside = (graph.op_ordinary_bytes + graph.op_watermark_bytes).astype(np.float64)
-        for row in self.rows:
-            beside[self.made[row] : self.gone[row]] -= self.bytes[row]
-        return beside
 
     def _last_needed(self) -> dict[int, int]:
         """Return the last op behind which each value is rebuilt for itself or for another, if it is at all."""

@@ -61,7 +61,10 @@ class StepWarnings:
     def planner_infeasible(self, refusal: PlannerInfeasible) -> None:
         """Tell that the planner that was asked for has no plan."""
         if self._first("planner"):
-            warn(f"delta_runtime: {refusal} The joint plan is followed instead.")
+            warn(
+                f"delta_runtime: {refusal.problem} The joint plan is followed instead. To change that, "
+                f"{refusal.change}."
+            )
 
     def failed_copies(self, totals: StepTotals) -> None:
         """Tell that copies to a tier below failed, or those back.

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from delta_runtime.core.events import Exit
 from delta_runtime.core.plan import Interval
-from delta_runtime.planners.presence import Presence, asked_ops, gone_ops
+from delta_runtime.core.recipes import recipes_of
+from delta_runtime.planners.presence import Presence, asked_ops, gone_ops, weights_of
 from delta_runtime.planners.validate import validate
 from tests.planners.random_plans import blocks, graphs, random_presence
 from tests.support.step_graphs import TINY
@@ -78,7 +79,7 @@ def test_asked_and_gone_are_ops_of_their_ticks(graph):
 
 
 def test_a_byte_of_what_is_dear_to_rebuild_weighs_more():
-    weights = Presence(TINY["residual"]).weights()
+    weights = weights_of(TINY["residual"], recipes_of(TINY["residual"]))
     assert weights[2] == np.inf, "it is not saved"
     assert weights[0] == pytest.approx(1e-2 / (8 << 20))
     assert weights[1] == pytest.approx(1e-2 / (16 << 20))

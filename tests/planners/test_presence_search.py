@@ -16,6 +16,7 @@ from delta_runtime.planners.contraction import by_size
 from delta_runtime.planners.presence import Presence
 from delta_runtime.planners.presence_search import Found, search, searching
 from delta_runtime.planners.presence_slots import Slots, plan_of, presence_of, slots_of
+from delta_runtime.planners.step_program import StepProgram
 from delta_runtime.planners.validate import validate
 from tests.planners.random_plans import dropping, graphs, masks
 from tests.support.recorded_steps import WORKLOADS, recorded
@@ -161,6 +162,10 @@ def test_values_leave_late_where_that_saves_seconds():
     assert plan.as_written and not lazy.as_written
     verdict = validate(plan, graph)
     assert verdict.peak_bytes <= budget_bytes
+    exact = StepProgram(graph, budget_bytes).fastest(60.0, 1e-3)
+    assert exact.plan is not None and exact.bound_s is not None
+    assert exact.plan.predicted_seconds <= 1.002 * exact.bound_s
+    assert verdict.rebuild_s <= 1.05 * exact.plan.predicted_seconds
     assert verdict.rebuild_s < 0.9 * validate(lazy, graph).rebuild_s
 
 

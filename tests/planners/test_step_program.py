@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from delta_runtime.core.step_graph import StepGraph
+from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.contraction import by_size
 from delta_runtime.planners.presence import Presence
 from delta_runtime.planners.step_program import Outcome, StepProgram
@@ -168,5 +169,8 @@ def test_out_of_time_what_was_rounded_counts_and_the_bound():
     assert not found.impossible
     assert found.bound_s is not None and rounded.bound_s is not None
     assert 0 < rounded.bound_s <= found.bound_s + 1e-9
-    assert found.plan is not None  # joint's, if no other
-    assert rounded.plan is None or (found.plan.predicted_seconds <= rounded.plan.predicted_seconds)
+    joint = joint_heuristic.plan(graph, budget_bytes, effort=4.0)
+    assert validate(joint, graph).peak_bytes <= budget_bytes
+    plans = [each for each in (rounded.plan, joint) if each is not None]
+    least_s = min(validate(each, graph).rebuild_s for each in plans)
+    assert found.plan is not None and found.plan.predicted_seconds == least_s
