@@ -112,6 +112,7 @@ class _Known:
     links: Links | None = None  # that it was made with
     trials: PlanTrials = field(default_factory=PlanTrials)
     outdated: bool = False  # what its plan is being made from
+    times_left: int = CALIBRATION_STEPS  # that it may be looked for, once others were logged
     refusal: PlannerInfeasible | None = None  # that the planner has no plan for `budget_bytes`
 
     def settle(self) -> None:
@@ -166,7 +167,6 @@ class PlanCache:
         planning: how long plans may take; None for as long as they like.
         planner: who makes the final plan of a graph, by its name in `planners.registry`. Until then, and where that
             one has none, it is joint's.
-        as_written: whether joint's plans may be carried out as written.
         beside: makes them beside training; None: they are made at once.
     """
 
@@ -179,7 +179,6 @@ class PlanCache:
         yields: bool = False,
         planning: PlanningTime | None = None,
         planner: str = "joint",
-        as_written: bool = False,
         beside: PlansBeside | None = None,
     ) -> None:
         self._makes_plans = plans
@@ -188,7 +187,6 @@ class PlanCache:
         self._yields = yields
         self._planning = planning or PlanningTime(limited=False)
         self._planner = planner
-        self._as_written = as_written
         self._beside = beside
         self._begun: _Begun | None = None  # beside training
         self._known: OrderedDict[_Key, _Known] = OrderedDict()
@@ -200,6 +198,7 @@ class PlanCache:
         self._out_of_date = False  # the next step is to be recorded once more
         self._asked = 0  # times that it was; each time twice as many steps have to pass
         self._unrecorded = 0  # steps since the last record
+        self._to_log = 0  # next steps, of which one is of a graph that was logged too seldom
         self._new = 0  # records in a row whose graph had not been seen before
 
     @property
@@ -236,7 +235,8 @@ class PlanCache:
             return self._unrecorded >= _REST
         latest = next(reversed(self._known.values()))
         half = len(latest.graph.uses) == 0 and latest.runs < 2 * CALIBRATION_STEPS
-        return missed or self._out_of_date or (went_on and half) or latest.runs < CALIBRATION_STEPS
+        due = self._out_of_date or self._to_log > 0 or latest.runs < CALIBRATION_STEPS
+        return missed or due or (went_on and half)
 
     @property
     def _never_again(self) -> bool:
@@ -325,6 +325,7 @@ class PlanCache:
             known = _Known(graph)
         known.record, known.bounds = record, None
         self._unrecorded = 0
+        self._to_log = max(self._to_log - 1, 0)
         if cost is not None:
             known.ops, known.seen_bytes = cost.ops, cost.peak_bytes
         self._known[key] = known
@@ -357,10 +358,19 @@ class PlanCache:
                 self._asked += 1
                 self._out_of_date = True
         if known is not None:
+            if self._comes_in_turn(known):
+                known.times_left -= 1
+                self._to_log = len(self._known) + 1
             self._improve(known, self.limit_bytes(budget_bytes), links)
         return limit_bytes != self.limit_bytes(budget_bytes) or any(
             each.plan is not plan for each, plan in zip(self._known.values(), plans, strict=True)
         )
+
+    def _comes_in_turn(self, known: _Known) -> bool:
+        """Whether a step was logged too seldom because others, with which it comes in turn, were logged enough."""
+        latest = next(reversed(self._known.values()))
+        short = len(known.graph.uses) > 0 and known.runs < CALIBRATION_STEPS
+        return known is not latest and short and known.times_left > 0
 
     def _of(self, cost: StepCost) -> _Known | None:
         """Return what is known of a step that was not recorded."""
@@ -577,7 +587,6 @@ class PlanCache:
             effort=SEARCH_EFFORT if known.runs >= CALIBRATION_STEPS and not self._yielded else 0.0,
             drops=self._drops,
             links=known.links,
-            one_gap=not self._as_written,
         )
 
     def judge(self, rebuild_s: float, wait_s: float) -> bool:

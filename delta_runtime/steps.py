@@ -126,7 +126,6 @@ class Steps:
             yields=bool(policy.evicts_to) and self.ranks and not self._config.strict,
             planning=self.planning,
             planner=policy.planner,
-            as_written=policy.as_written,
             beside=self.beside,
         )
 

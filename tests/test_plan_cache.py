@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -337,6 +338,39 @@ def test_the_same_values_saved_by_other_ops_are_another_graph():
         for graph in (GRAPH, accumulating):
             learn(known, graph)
     assert not known.wants_log(missed=False) and known.settled
+
+
+def logged(known: PlanCache, graphs: Sequence[StepGraph]) -> list[StepGraph]:
+    """Take steps of these graphs. Return those that were logged."""
+    found = []
+    for graph in graphs:
+        wanted = known.wants_log(missed=False)
+        known.saw(cost(graph, GRAPH.peak_bytes, 0.0))
+        if wanted:
+            learn(known, graph)
+            found.append(graph)
+        else:
+            known.tend(GRAPH.peak_bytes // 2)
+    return found
+
+
+@pytest.mark.parametrize("kinds", [2, 3])
+def test_of_graphs_in_turns_each_is_logged_until_its_plan_is_final(kinds):
+    graphs = [dataclasses.replace(GRAPH, fingerprint=100 + i) for i in range(kinds)]
+    known = PlanCache(plans=True, drops=True)
+    found = logged(known, graphs * (2 * CALIBRATION_STEPS))
+    for graph in graphs:
+        assert sum(each is graph for each in found) >= CALIBRATION_STEPS
+    assert logged(known, graphs * 10) == []
+
+
+def test_for_a_graph_that_comes_seldom_others_are_not_logged_for_ever():
+    seldom = dataclasses.replace(GRAPH, fingerprint=100)
+    known = PlanCache(plans=True, drops=True)
+    assert len(logged(known, [seldom, *[GRAPH] * 100])) == 1 + CALIBRATION_STEPS
+    found = logged(known, [seldom, *[GRAPH] * 9] * 10)
+    assert len(found) == CALIBRATION_STEPS * 3 and seldom not in found
+    assert logged(known, [seldom, *[GRAPH] * 9] * 10) == []
 
 
 def test_another_budget_begins_anew():

@@ -48,12 +48,12 @@ planners::SavedStep saved_step(int64_t n_ops, const Floats& bytes, const Ints& b
 
 std::unique_ptr<planners::Evaluation> evaluation(
     const Floats& bytes, const Ints& begin, const Ints& own_need, const Ints& parent_offsets,
-    const Ints& parents, const Floats& base, const Floats& watermark, const Ints& made_at,
+    const Ints& parents, const Floats& base, const Floats& spare, const Ints& made_at,
     const Floats& seconds, const Floats& work_bytes, const Ints& gone, const Ints& use_op,
     const Ints& use_row, const std::vector<Floats>& lanes, const Ints& by_begin) {
   planners::Played played{saved_step(base.size(), bytes, begin, own_need, parent_offsets, parents),
                           copied(base),
-                          copied(watermark),
+                          copied(spare),
                           copied(made_at),
                           copied(seconds),
                           copied(work_bytes),
@@ -88,7 +88,7 @@ void bind_evaluation(py::module_& m) {
       "Plays backward with a choice; csrc/planners/evaluation.h. For one thread at a time.")
       .def(py::init(&evaluation), py::kw_only(), py::arg("bytes"), py::arg("begin"),
            py::arg("own_need"), py::arg("parent_offsets"), py::arg("parents"), py::arg("base"),
-           py::arg("watermark"), py::arg("made_at"), py::arg("seconds"), py::arg("work_bytes"),
+           py::arg("spare"), py::arg("made_at"), py::arg("seconds"), py::arg("work_bytes"),
            py::arg("gone"), py::arg("use_op"), py::arg("use_row"), py::arg("lanes"),
            py::arg("by_begin"))
       .def("play", &play, py::arg("dropped"), py::arg("dropped_twice"), py::arg("swapped"),

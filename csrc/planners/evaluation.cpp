@@ -19,7 +19,7 @@ void check(const Played& played) {
   check_count(played.made_at.size(), step.n_saved());
   check_count(played.gone.size(), step.n_saved());
   check_count(played.base.size(), step.n_ops);
-  check_count(played.watermark.size(), step.n_ops);
+  check_count(played.spare.size(), step.n_ops);
   check_count(played.use_row.size(), static_cast<int64_t>(played.use_op.size()));
   check_within(played.gone, 0, step.n_ops);
   check_within(played.use_row, 0, step.n_saved() - 1);
@@ -253,8 +253,7 @@ Outcome Evaluation::play(const uint8_t* dropped, const uint8_t* dropped_twice,
     outcome.excess[at_(op)] = played_.base[at_(op)] - away;
   }
   for (const int64_t at : extra_ops_) {
-    const double own = played_.watermark[at_(std::min(at + 1, n_ops() - 1))];
-    outcome.excess[at_(at)] += std::max(extra_[at_(at)] - own, 0.0);
+    outcome.excess[at_(at)] += std::max(extra_[at_(at)] - played_.spare[at_(at)], 0.0);
   }
   return outcome;
 }

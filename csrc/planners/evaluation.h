@@ -16,7 +16,7 @@ namespace delta::planners {
 struct Played {
   SavedStep step;
   std::vector<double> base;        // bytes too much at each op with nothing away
-  std::vector<double> watermark;   // of each op
+  std::vector<double> spare;       // that a rebuild behind each op may hold for a moment
   std::vector<int64_t> made_at;    // the value number of each saved value
   std::vector<double> seconds;     // of rebuilding it
   std::vector<double> work_bytes;  // that this holds for a moment

@@ -79,6 +79,9 @@ class StepGraph:
         persistent_bytes: live bytes at the step's first op.
         cloned_bytes: of copies that were made because a recipe reads what was about to be written.
         recorded_on: where it ran; None where nobody said.
+        contracted: whether each op stands for several of a recorded step (`planners/contraction.py`). Values
+            are then asked for within ops, which hold them until they end, while `op_ordinary_bytes` are
+            live. In a recorded step they are asked for between two ops.
     """
 
     fingerprint: int
@@ -106,6 +109,7 @@ class StepGraph:
     persistent_bytes: int
     cloned_bytes: int = 0
     recorded_on: RecordedOn | None = None
+    contracted: bool = False
 
     @property
     def n_ops(self) -> int:
@@ -241,6 +245,8 @@ class StepGraph:
         for name in ("value_bytes", "op_watermark_bytes", "op_ordinary_bytes", "op_seconds"):
             if not (getattr(self, name) >= 0).all():
                 raise ValueError(f"{name} holds something negative, or no number")
+        if not isinstance(self.contracted, bool):
+            raise ValueError("contracted is neither true nor false")
 
 
 _COLUMN_TYPES: Mapping[str, Any] = {

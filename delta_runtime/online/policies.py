@@ -48,7 +48,6 @@ class Policy:
         filter: What ranks the victims; None when nothing is ever evicted.
         plans: Whether a plan made from the recorded graph is followed once the graph repeats.
         planner: Who makes it: its name in `planners.registry`.
-        as_written: Whether joint may make plans that are carried out as written; the other planners always do.
         needs: The package that the planner needs, if any.
         evicts_to: The residencies that a victim may go to, where the device has such a tier; empty
             when nothing is ever evicted. HOST stands for any tier below: the nearest with room.
@@ -65,7 +64,6 @@ class Policy:
     filter: Filter | None
     plans: bool = False
     planner: str = "joint"
-    as_written: bool = False
     needs: str = ""
     evicts_to: tuple[Place, ...] = (Place.DROPPED,)
     director: Director | None = None
@@ -158,10 +156,9 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
             ),
             Policy(
                 "joint",
-                "swap and recompute by the joint plan; where nothing is swapped, as written",
+                "what auto does, under the name of its planner",
                 FILTERS["msps"],
                 plans=True,
-                as_written=True,
                 evicts_to=_BOTH,
                 director=DIRECTORS["stall"],
             ),

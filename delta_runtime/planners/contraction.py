@@ -11,12 +11,11 @@ Note: nothing is made to look smaller than it is
   1. An op of the contracted graph holds at its worst what the worst of its ops holds.
   2. A member of a group counts until the whole group is let go of, even where it went before.
   3. A group may leave when all of it may, and has to be there from the first to the last moment of an op that asks
-     for any of it, or reads what was asked for: the next op does, and behind the last time all do until it is let go
-     of. The judge of plans only looks at when it is asked for.
+     for any of it, or in which a node may hold what it asked for; and behind the last time until it is let go of.
+     There the judge of plans looks at these ops alone.
   4. A group is rebuilt member by member: an op that two members need runs for each of them.
-  5. What an op asks for above what is live at its begin is chosen for what the judge of plans reads in it, its worst
-     being the same: no more than what a rebuild in front of it may count on. What rebuilding the members of a group
-     holds for a moment is a value of its own, which nobody saves.
+  5. What is live when an op asks for something is the most that is live at one of these moments. What rebuilding the
+     members of a group holds for a moment is a value of its own, which nobody saves.
   6. What the program lets go of while it is still read for a rebuild is made again each time, as part of that: an op
      that both need runs for each.
   With these a plan of the contracted graph holds and takes no less than the same plan of the whole, as long as a group
@@ -27,7 +26,7 @@ Note: nothing is made to look smaller than it is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -37,7 +36,13 @@ from delta_runtime.core.plan import NEVER, Interval, Plan
 from delta_runtime.core.recipes import Recipes, rebuild_seconds, recipes_of, workspaces_of
 from delta_runtime.core.step_graph import Floats, Ints, Mask, StepGraph
 from delta_runtime.planners.greedy_drops import GreedyCover
-from delta_runtime.planners.presence import asked_ops, gone_ops, weights_of
+from delta_runtime.planners.presence import (
+    asked_ops,
+    behind_ops,
+    gone_ops,
+    needed_ops,
+    weights_of,
+)
 
 MOST_OPS = 45
 """Ops of a contracted graph for which an exact solver proves its plan within a minute."""
@@ -305,11 +310,11 @@ class _Contracting:
         made = [self._op_of(_made(whole, rows)) for rows in self.groups]
         ordinary = self._ordinary(gone)
         begins, ends = self.op_begin[:-1], self.op_begin[1:]
-        most = np.maximum.reduceat(ordinary + whole.op_watermark_bytes, begins)
         values = self._values(made, recipes)
         saved = np.flatnonzero([group >= 0 for _, group, _ in values])
-        watermark = self._watermarks(most, ordinary, values)
-        uses = [self._uses(rows) for rows in self.groups]
+        most, when_asked = self._live(ordinary, values, gone)
+        needed = needed_ops(whole, [each.tolist() for each in self.asked])
+        uses = [self._uses(rows, needed) for rows in self.groups]
         replay, reads = self._recipes(recipes, made, n)
         return StepGraph(
             fingerprint=whole.fingerprint,
@@ -320,8 +325,8 @@ class _Contracting:
             op_tick=np.arange(n, dtype=np.int64),
             op_seconds=np.add.reduceat(whole.op_seconds, begins),
             op_replay_seconds=replay,
-            op_watermark_bytes=watermark,
-            op_ordinary_bytes=most - watermark,
+            op_watermark_bytes=most - when_asked,
+            op_ordinary_bytes=when_asked,
             op_backward=whole.op_backward[begins],
             op_managed_input_bytes=np.maximum.reduceat(whole.op_managed_input_bytes, begins),
             input_offsets=np.cumsum([0, *(len(each) for each in reads)], dtype=np.int64),
@@ -351,6 +356,7 @@ class _Contracting:
             ticks=n,
             persistent_bytes=whole.persistent_bytes,
             recorded_on=whole.recorded_on,
+            contracted=True,
         )
 
     def _values(self, made: Sequence[int], recipes: Recipes) -> list[_Value]:
@@ -367,21 +373,22 @@ class _Contracting:
         return sorted(values, key=lambda value: value.op)
 
     def _op_of(self, op: int) -> int:
-        return int(np.searchsorted(self.op_begin, op, side="right")) - 1
+        return int(self._ops_of(np.array(op)))
+
+    def _ops_of(self, ops: Ints) -> Ints:
+        return np.asarray(np.searchsorted(self.op_begin, ops, side="right") - 1, np.int64)
 
     def _gone(self, rows: Ints) -> int:
         """Return the first contracted op at whose begin no member of a group is held any more."""
         return int(np.searchsorted(self.op_begin, gone_ops(self.whole)[rows].max(), side="left"))
 
-    def _uses(self, rows: Ints) -> list[int]:
-        """Return the contracted ops in which any of a group is asked for or read (rule 3)."""
+    def _uses(self, rows: Ints, needed: Sequence[Collection[int]]) -> list[int]:
+        """Return the contracted ops in which any of a group has to be there (rule 3)."""
         gone_op = gone_ops(self.whole)
         ops: set[int] = set()
         for row in rows.tolist():
-            asked, gone = self.asked[row].tolist(), int(gone_op[row])
-            ops.update(asked)
-            ops.update(op + 1 for op in asked if op + 1 < gone)
-            ops.update(range(max(asked, default=gone), gone))
+            ops.update(needed[row])
+            ops.update(range(max(needed[row], default=int(gone_op[row])), int(gone_op[row])))
         return sorted({self._op_of(op) for op in ops})
 
     def _outlasting(self, recipes: Recipes) -> Recipes:
@@ -423,30 +430,30 @@ class _Contracting:
                     more[end] -= whole.saved_bytes[row]
         return np.asarray(whole.op_ordinary_bytes + np.cumsum(more)[:-1], np.int64)
 
-    def _watermarks(self, most: Ints, ordinary: Ints, values: Sequence[_Value]) -> Ints:
-        """Return what each contracted op asks for above what is live at its begin (rule 5).
+    def _live(
+        self, ordinary: Ints, values: Sequence[_Value], gone: Sequence[int]
+    ) -> tuple[Ints, Ints]:
+        """Return live bytes of each contracted op at its worst, and when something is asked for in it (rule 5).
 
         Args:
-            most: live bytes of each contracted op at its worst.
             ordinary: live bytes at the begin of each op of the whole.
             values: of the contracted graph.
+            gone: for each group the first contracted op at whose begin it is not held any more.
         """
-        whole, last = self.whole, len(most) - 1
-        made = np.zeros(len(most), np.int64)
+        whole, n = self.whole, len(self.op_begin) - 1
+        until = gone_ops(whole)
+        for rows, end in zip(self.groups, gone, strict=True):
+            until[rows] = self.op_begin[end]
+        held = ordinary + whole.op_watermark_bytes
+        behind = behind_ops(held, ordinary, until, whole.saved_bytes)
+        most = np.maximum.reduceat(held, self.op_begin[:-1])
+        made = np.zeros(n, np.int64)
         for op, _, size in values:
             made[op] += size
-        watermark = most - ordinary[self.op_begin[:-1]]
-        asked = np.unique(np.concatenate([np.empty(0, np.int64), *self.asked]))
-        for op in range(len(most)):
-            low, high = self.op_begin[op : op + 2]
-            rebuilt = np.append(asked[(asked >= low) & (asked < high)], low)
-            behind = np.minimum(rebuilt + 1, whole.n_ops - 1)
-            charged = ordinary[rebuilt] + whole.op_watermark_bytes[rebuilt]
-            spare = int((most[op] - charged + whole.op_watermark_bytes[behind]).min())
-            after = min(op + 1, last)  # behind the last op the judge reads that op's own
-            watermark[after] = min(int(watermark[after]), spare) if after == op else spare
-        most_needed = np.where(made > 0, np.minimum(most, made), most)
-        return np.asarray(np.minimum(watermark, most_needed), np.int64)
+        when_asked = np.where(made > 0, most - np.minimum(most, made), 0)
+        asked = np.concatenate([*self.asked, self.op_begin[:-1]])
+        np.maximum.at(when_asked, self._ops_of(asked), behind[asked])
+        return most, when_asked
 
     def _recipes(
         self, recipes: Recipes, made: Sequence[int], n: int

@@ -19,6 +19,7 @@ from delta_runtime.core.interrupts import give_way
 from delta_runtime.core.recipes import rebuild_seconds, workspaces_of
 from delta_runtime.core.step_graph import Floats, Ints, Mask
 from delta_runtime.planners.greedy_drops import GreedyCover
+from delta_runtime.planners.presence import spare_behind
 from delta_runtime.planners.transfer_schedule import LaneTimes, Span
 
 WORK_PER_SECOND = 15_000_000
@@ -65,6 +66,7 @@ class Evaluator:
         self.own_need = cover.own_need.tolist()
         self.seconds = rebuild_seconds(graph, cover.recipes)
         self.work_bytes = workspaces_of(graph, cover.recipes)
+        self.spare = spare_behind(graph)
         self.parents = [parents.tolist() for parents in cover.recipes.parents]
         self.made_last_first = np.argsort(graph.saved, kind="stable")[::-1].tolist()
         self.gone: list[int] = np.searchsorted(
@@ -89,7 +91,7 @@ class Evaluator:
             parent_offsets=parents.offsets,
             parents=parents.items,
             base=self.base,
-            watermark=self.graph.op_watermark_bytes,
+            spare=self.spare,
             made_at=self.graph.saved,
             seconds=self.seconds,
             work_bytes=self.work_bytes,
@@ -194,9 +196,8 @@ class Evaluator:
                 away[max(self.gone[row], self.begin[row])] -= self.bytes[row]
         excess = self.base - np.cumsum(away)[:-1]
         if extra:
-            # Rebuilding happens before the op: beside what is live then, but not beside the op's own needs.
+            # Rebuilding happens behind the op: beside what is live then, but not beside the op's own needs.
             at_ops = np.fromiter(extra, dtype=np.int64)
             need = np.fromiter(extra.values(), dtype=np.float64)
-            own = self.graph.op_watermark_bytes[np.minimum(at_ops + 1, n_ops - 1)]
-            np.maximum.at(excess, at_ops, excess[at_ops] + np.maximum(need - own, 0))
+            excess[at_ops] += np.maximum(need - self.spare[at_ops], 0)
         return Evaluation(seconds, excess, back)

@@ -138,22 +138,11 @@ def plan(
 
 def _searched(cover: GreedyCover, plan: Plan, *, most_work: int) -> Plan:
     """Return a plan as written that is better than this one, if one is found; else this one."""
-    for as_judged in (False, True):
-        found = search(
-            cover.graph,
-            cover.budget_bytes,
-            plan,
-            most_work=most_work,
-            recipes=cover.recipes,
-            as_judged=as_judged,
-        )
-        if found is None:
-            return plan
-        if found.predicted_peak_bytes <= cover.budget_bytes:
-            break
-    else:
+    graph, budget_bytes = cover.graph, cover.budget_bytes
+    found = search(graph, budget_bytes, plan, most_work=most_work, recipes=cover.recipes)
+    if found is None or found.predicted_peak_bytes > budget_bytes:
         return plan
-    fits = plan.predicted_peak_bytes <= cover.budget_bytes
+    fits = plan.predicted_peak_bytes <= budget_bytes
     less = found.predicted_seconds < _NOTICED * plan.predicted_seconds
     return found if less or not fits else plan
 

@@ -25,6 +25,7 @@ from delta_runtime.core.step_graph import Floats, StepGraph
 from delta_runtime.core.transfer import Links
 from delta_runtime.planners.greedy_drops import GreedyCover
 from delta_runtime.planners.linear_program import LinearProgram
+from delta_runtime.planners.presence import asked_ops, gone_ops, needed_ops
 
 
 def least_seconds(
@@ -63,15 +64,16 @@ class _Absence:
 
 def _absences(graph: StepGraph, cover: GreedyCover) -> list[_Absence]:
     found = []
-    # An unpack between two ops counts to the first of them.
-    op_of_use = np.searchsorted(graph.op_tick, graph.uses, side="right") - 1
-    gone = np.searchsorted(graph.op_tick, graph.released_at, side="right")
+    asked = asked_ops(graph)
+    needed = needed_ops(graph, asked)
+    gone = gone_ops(graph)
     for row in range(len(graph.saved)):
         begin = int(cover.begin[row])
-        for use in op_of_use[graph.use_offsets[row] : graph.use_offsets[row + 1]].tolist():
-            if use + 1 > begin:
-                found.append(_Absence(row, begin, use + 1, last=False))
-                begin = use + 1
+        for op in sorted(needed[row]):  # in which it has to be there
+            if op >= begin:
+                if op in asked[row] and op > begin:
+                    found.append(_Absence(row, begin, op, last=False))
+                begin = op + 1
         if gone[row] > begin:
             found.append(_Absence(row, begin, int(gone[row]), last=True))
     return found

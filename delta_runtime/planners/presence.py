@@ -5,7 +5,8 @@ Covers the form alone. Every exact planner says in its own words what is there w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -36,6 +37,8 @@ class Presence:
         """First op at whose begin the program does not hold it any more."""
         self.asked: list[set[int]] = asked_ops(graph)
         """Ops behind which each is asked for."""
+        self.needed: list[set[int]] = needed_ops(graph, self.asked)
+        """Ops at which each has to be there for whoever asked for it."""
 
     def beside(self, rows: Iterable[int]) -> Floats:
         """Return live bytes at each op, at its worst, without any of these values."""
@@ -69,7 +72,7 @@ class Presence:
         )
 
     def _intervals(self, present: Mask, row: int, tick: list[int]) -> list[Interval]:
-        present[sorted(self.asked[row])] = True
+        present[sorted(self.needed[row])] = True
         present[: self.made[row]] = False
         present[self.made[row] : self.leaves[row]] = True
         present[self.gone[row] :] = False
@@ -102,3 +105,56 @@ def asked_ops(graph: StepGraph) -> list[set[int]]:
     return [
         set(op[begin:end].tolist()) for begin, end in zip(offsets[:-1], offsets[1:], strict=True)
     ]
+
+
+def needed_ops(graph: StepGraph, asked: Sequence[Collection[int]]) -> list[set[int]]:
+    """Return the ops at which each saved value has to be there for the node that asked for it.
+
+    A node holds what it asked for until it ends: at the latest when another one asks for something.
+
+    Args:
+        graph: the recorded or contracted step.
+        asked: `asked_ops` of it.
+    """
+    if graph.contracted:
+        return [set(each) for each in asked]
+    moments = sorted({op for each in asked for op in each})
+    until = dict(itertools.pairwise([*moments, graph.n_ops - 1]))
+    gone = gone_ops(graph).tolist()
+    needed = []
+    for ops, end in zip(asked, gone, strict=True):
+        held = (range(op + 1, min(until[op] + 1, end)) for op in ops)
+        needed.append(set(ops).union(*held))
+    return needed
+
+
+def spare_behind(graph: StepGraph) -> Floats:
+    """Return what a rebuild behind each op may hold for a moment with no more live than the op held at its worst.
+
+    In a contracted step: within each op.
+    """
+    if graph.contracted:
+        return graph.op_watermark_bytes.astype(np.float64)
+    ordinary = graph.op_ordinary_bytes
+    most = ordinary + graph.op_watermark_bytes
+    behind = behind_ops(most, ordinary, gone_ops(graph), graph.saved_bytes)
+    return (most - behind).astype(np.float64)
+
+
+def behind_ops(most: Ints, ordinary: Ints, gone: Ints, saved_bytes: Ints) -> Ints:
+    """Return live bytes between each op and the next one, where values are asked for.
+
+    What the op held for a moment has gone; what the program lets go of between the two may still be there.
+
+    Args:
+        most: live bytes of each op at its worst.
+        ordinary: live bytes at the begin of each op.
+        gone: op at whose begin each saved value is not held any more.
+        saved_bytes: of each saved value.
+    """
+    n = len(most)
+    behind = np.append(ordinary[1:], most[-1:])
+    going = np.zeros(n + 1, np.int64)
+    np.add.at(going, gone, saved_bytes)
+    behind[:-1] += going[1:n]
+    return np.minimum(behind, most)

@@ -70,7 +70,6 @@ def search(
     *,
     most_work: int,
     recipes: Recipes | None = None,
-    as_judged: bool = False,
 ) -> Plan | None:
     """Look for a plan that drops, is carried out as written, and fits.
 
@@ -80,12 +79,11 @@ def search(
         begin: a plan that drops; the result is no worse, by the account of the slots.
         most_work: units of work after which the best so far is the result; a first turn takes more, if need be.
         recipes: of `graph`; made where None is given.
-        as_judged: see `slots_of`.
 
     Returns:
         The plan; None where the step is too large, or nothing can be moved.
     """
-    slots = slots_of(graph, budget_bytes, recipes, as_judged=as_judged)
+    slots = slots_of(graph, budget_bytes, recipes)
     if slots is None or slots.offsets[-1] > MOST_PRESENCE or slots.fixed.all():
         return None
     there = presence_of(slots, begin, graph)

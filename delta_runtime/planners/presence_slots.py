@@ -5,9 +5,9 @@ Covers the columns, from a step graph and a budget, and the way between them and
 Note: the account
   1. A slot begins with an op behind which something is asked for, and ends before the next one. It counts twice: that
      op, and the ops behind it. Values are rebuilt behind that op alone.
-  2. What is asked for stays until the slot ends, for the next op reads it; if that op begins the next slot, until that
-     one ends; and if it is asked for the last time, until it is let go of. All else is there behind the op of a slot
-     only if it is there in the next slot too.
+  2. What is asked for stays until the next slot ends: the node that asked may hold it until that one's op has run.
+     All else is there behind the op of a slot only if it is there in the next slot too. On a contracted step what is
+     asked for stays until its own slot ends.
   3. Before the first slot there is forward. What left there is not back before the first slot.
   4. A value may leave at the first slot that begins after forward let go of it, or in forward. It is let go of for good
      at the begin of an op; a rebuild behind that op still finds it.
@@ -25,7 +25,7 @@ from delta_runtime.core.events import Exit
 from delta_runtime.core.plan import Interval, Plan
 from delta_runtime.core.recipes import Lists, Recipes, rebuild_seconds, workspaces_of
 from delta_runtime.core.step_graph import Floats, Ints, Mask, StepGraph
-from delta_runtime.planners.presence import Presence
+from delta_runtime.planners.presence import Presence, spare_behind
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +81,6 @@ def slots_of(
     graph: StepGraph,
     budget_bytes: int,
     recipes: Recipes | None = None,
-    *,
-    as_judged: bool = False,
 ) -> Slots | None:
     """Return a step as slots; None where nothing is asked for.
 
@@ -90,14 +88,12 @@ def slots_of(
         graph: the recorded step.
         budget_bytes: what may be live at any moment.
         recipes: of `graph`; made where None is given.
-        as_judged: whether a value has to be there no longer than the judge of plans asks for it, rather than while
-            the program reads it (rule 2). On a contracted step that is one op.
     """
     presence = Presence(graph, recipes)
     begin = _begins(graph, presence)
     if not len(begin):
         return None
-    values = _Values(graph, presence, begin, as_judged=as_judged)
+    values = _Values(graph, presence, begin)
     beside = _held_beside(graph, values, begin)
     room = budget_bytes - beside
     until = np.append(begin[1:], graph.n_ops).tolist()
@@ -108,7 +104,6 @@ def slots_of(
     parts, forward_room = _forward(room[: begin[0]], values.leaves_at[values.in_forward])
     leaves = np.full(len(values.rows), -1, np.int64)
     leaves[values.in_forward] = np.searchsorted(parts, values.leaves_at[values.in_forward])
-    next_op = np.minimum(begin + 1, graph.n_ops - 1)
     recipes = presence.recipes
     rows = values.rows.tolist()
     lengths = values.end - values.first + 1 + values.lingers
@@ -129,7 +124,7 @@ def slots_of(
         asked=Lists.of(values.asked),
         pinned=Lists.of(values.pinned),
         room=room[begin],
-        spare=graph.op_watermark_bytes[next_op].astype(np.float64),
+        spare=spare_behind(graph)[begin],
         rest_room=np.array(rest_room, np.float64),
         forward_room=forward_room,
         least_bytes=int(beside.max(initial=0)),
@@ -147,9 +142,7 @@ def _begins(graph: StepGraph, presence: Presence) -> Ints:
 class _Values:
     """Saved values in the order in which they are made, and the slots in which they may be away."""
 
-    def __init__(
-        self, graph: StepGraph, presence: Presence, begin: Ints, *, as_judged: bool
-    ) -> None:
+    def __init__(self, graph: StepGraph, presence: Presence, begin: Ints) -> None:
         rows = np.argsort(graph.saved, kind="stable")
         self.rows: Ints = rows
         self.place: Ints = np.argsort(rows)
@@ -179,19 +172,16 @@ class _Values:
             for op in asked:
                 if op in slot_of:
                     self.asked[slot_of[op]].append(int(self.place[row]))
-        self.pinned: list[list[int]] = self.asked if as_judged else self._pinned(begin.tolist())
+        self.pinned: list[list[int]] = self.asked if graph.contracted else self._pinned(len(begin))
 
-    def _pinned(self, begin: list[int]) -> list[list[int]]:
+    def _pinned(self, n_slots: int) -> list[list[int]]:
         """Rule 2."""
-        again: set[int] = set()
-        pinned: list[set[int]] = [set() for _ in begin]
-        for slot in reversed(range(len(begin))):
-            next_begins = begin[slot + 1 : slot + 2] == [begin[slot] + 1]
+        pinned: list[set[int]] = [set() for _ in range(n_slots)]
+        for slot in range(n_slots):
             for value in self.asked[slot]:
-                until = slot + 1 + next_begins if value in again else len(begin)
-                for each in range(slot, max(min(until, int(self.end[value])), slot + 1)):
-                    pinned[each].add(value)
-            again.update(self.asked[slot])
+                pinned[slot].add(value)
+                if slot + 1 < min(int(self.end[value]), n_slots):
+                    pinned[slot + 1].add(value)
         return [sorted(each) for each in pinned]
 
 

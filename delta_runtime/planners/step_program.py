@@ -11,13 +11,14 @@ cover copies.
 Note: the program
   x[t, i]: value i is on the device during op t. r[t, i]: it is rebuilt behind op t (there, by the judge's account,
   during t). p[t, i]: it is rebuilt in passing only. F[t, i, k]: in passing, it goes once k was made.
-  1. x is 1 from the op that makes a value until forward lets go of it, and at each op behind which it is asked for.
+  1. x is 1 from the op that makes a value until forward lets go of it, at each op behind which it is asked for, and as
+     long as the node that asked may hold it.
   2. Nothing comes from nowhere: x[t, i] <= x[t-1, i] + r[t, i].
   3. What is rebuilt finds what it starts from: r[t, i] <= x[t, j] + r[t, j] for each j that it is rebuilt from.
   4. Memory: what the step holds beside + sum of bytes * x <= budget.
   5. A rebuild holds more for a moment: p[t, i] >= r[t, i] - x[t, i]; each of the values that are made one after the
-     other, with its workspace, beside those in passing that were made before and have not gone. As much of it as the
-     next op asks for anyway is not charged.
+     other, with its workspace, beside those in passing that were made before and have not gone. What the
+     op itself held for a moment has gone by then.
   6. What goes went once, when its reader ran: F[t, i, k] <= r[t, k], their sum <= p[t, i]; and no later reader runs:
      sum of F[t, i, k'] for k' < k, + r[t, k] <= 1.
   Cost: the seconds of all r. Or, without a budget, the peak: the budget is then that of the ordinary step, and the
@@ -37,7 +38,7 @@ from delta_runtime.core.step_graph import Floats, StepGraph
 from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.linear_program import TOLERANCE, LinearProgram
 from delta_runtime.planners.plan_result import judged
-from delta_runtime.planners.presence import Presence
+from delta_runtime.planners.presence import Presence, spare_behind
 
 _THRESHOLDS = tuple(round(0.1 * each, 1) for each in range(1, 10))
 _EFFORT = 4.0  # of joint, for what the solver is to beat
@@ -84,6 +85,7 @@ class StepProgram:
         self.bytes = graph.saved_bytes.astype(np.float64)
         self.seconds = rebuild_seconds(graph, self.recipes)
         self.workspace = workspaces_of(graph, self.recipes)
+        self.spare = spare_behind(graph)
         self.beside = self.presence.beside(self.rows)
         self.program = LinearProgram()
         # By how much of the budget it is not used, where it is to be made least.
@@ -109,7 +111,7 @@ class StepProgram:
         for row in self.rows:
             if not self.made[row] <= op < self.gone[row]:
                 continue
-            fixed = op < self.leaves[row] or op in self.asked[row]
+            fixed = op < self.leaves[row] or op in self.presence.needed[row]
             self.there[op, row] = _ONE if fixed else self.program.column(0.0, 0.0, 1.0, whole=True)
         for row in self.rows:
             if self.leaves[row] <= op <= self.last[row]:
@@ -160,8 +162,8 @@ class StepProgram:
         self, op: int, again: list[int], resident: list[tuple[int, float]], room: float
     ) -> None:
         """Rules 5 and 6."""
-        graph, unit = self.graph, self.unit
-        room += float(graph.op_watermark_bytes[min(op + 1, graph.n_ops - 1)]) / unit
+        unit = self.unit
+        room += float(self.spare[op]) / unit
         readers: dict[int, list[int]] = {}
         for row in again:
             for parent in self.recipes.parents[row].tolist():

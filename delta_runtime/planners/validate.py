@@ -7,9 +7,10 @@ cover whether another plan is better.
 Note: the account
   1. At each op live bytes are those of the ordinary step, its watermark included, less what is away.
   2. Autograd asks for a value between two ops. That, and what is rebuilt for it, is charged to the first of
-     the two. A rebuild holds more for a moment: what it passes through, and the workspace of its ops. As
-     much of that as the second op asks for anyway, by its watermark, is not charged again.
-  3. Copies go through one lane in each direction, one after the other. A copy out starts when forward has
+     the two. The node that asked holds the value until another one asks for something, whatever the plan says.
+  3. A rebuild holds more for a moment: what it passes through, and the workspace of its ops. That comes on
+     top of what is live between the two ops, where what the first held for a moment has gone.
+  4. Copies go through one lane in each direction, one after the other. A copy out starts when forward has
      read the value for the last time. The step waits for a copy that is late.
 """
 
@@ -131,6 +132,7 @@ class _Walk:
     ) -> None:
         self.graph, self.intervals, self.links = graph, intervals, links
         self.there: set[int] = set()
+        self.in_use: set[int] = set()  # by the node that runs
         self.idle_from: dict[tuple[int, int], int] = {}  # of the intervals that end with a copy
         self.copied_s: dict[int, float] = {}  # when the copy out of a value is done
         self.arrives_s: dict[int, float] = {}  # when its copy back is
@@ -144,6 +146,7 @@ class _Walk:
         for row, value in enumerate(graph.saved.tolist()):
             for tick in graph.uses[graph.use_offsets[row] : graph.use_offsets[row + 1]].tolist():
                 asked[sum(at <= tick for at in graph.op_tick.tolist()) - 1].append(value)
+        self.in_use = set() if graph.contracted else set(asked[-1])
         for op in range(graph.n_ops):
             tick = int(graph.op_tick[op])
             self._leave(op, tick)
@@ -154,11 +157,27 @@ class _Walk:
                 int(graph.value_bytes[value])
                 for row, value in enumerate(graph.saved.tolist())
                 if graph.value_op[value] <= op and not self._takes_room(value, tick)
-                if tick <= graph.released_at[row]
+                if tick <= graph.released_at[row] and value not in self.in_use
             )
-            live[op] = graph.op_ordinary_bytes[op] + graph.op_watermark_bytes[op] - away
-            live[op] += max(held - graph.op_watermark_bytes[min(op + 1, graph.n_ops - 1)], 0)
+            most = int(graph.op_ordinary_bytes[op] + graph.op_watermark_bytes[op])
+            live[op] = max(most, min(self._behind(op), most) + held) - away
+            if asked[op] and not graph.contracted:
+                self.in_use = set(asked[op])
         return Verdict(live, self.rebuild_s, self.stall_s)
+
+    def _behind(self, op: int) -> int:
+        """Return ordinary live bytes between an op and the next one; what goes there may not have gone yet."""
+        graph = self.graph
+        if graph.contracted:
+            return int(graph.op_ordinary_bytes[op])
+        if op + 1 == graph.n_ops:
+            return int(graph.op_ordinary_bytes[op] + graph.op_watermark_bytes[op])
+        this, next_ = int(graph.op_tick[op]), int(graph.op_tick[op + 1])
+        return int(graph.op_ordinary_bytes[op + 1]) + sum(
+            int(graph.value_bytes[value])
+            for value, released_at in zip(graph.saved, graph.released_at, strict=True)
+            if this <= released_at < next_
+        )
 
     def _wait_until(self, then_s: float) -> None:
         self.stall_s += max(then_s - self.clock_s, 0.0)

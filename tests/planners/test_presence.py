@@ -13,16 +13,22 @@ from delta_runtime.core.recipes import recipes_of
 from delta_runtime.planners.presence import Presence, asked_ops, gone_ops, weights_of
 from delta_runtime.planners.validate import validate
 from tests.planners.random_plans import blocks, graphs, random_presence
-from tests.support.step_graphs import TINY
+from tests.support.step_graphs import TINY, asked_for_again
 
 CHAIN = TINY["chain"]  # value v is made at op v, and asked for behind op 14 - v
+TWICE = asked_for_again(CHAIN, 1, 9)
 EVERYTHING = np.ones((CHAIN.n_ops, 8), bool)
 NOTHING = np.zeros((CHAIN.n_ops, 8), bool)
 
 
 def test_what_may_be_away_is_away_where_nobody_says_that_it_is_there():
     of_values = Presence(CHAIN).plan(NOTHING).intervals()
-    assert of_values[1] == [Interval(1, 3, Exit.DROP), Interval(13, 14, Exit.DROP)]
+    assert of_values[1] == [Interval(1, 3, Exit.DROP), Interval(13, CHAIN.ticks, Exit.STAYS)]
+    assert Presence(TWICE).plan(NOTHING).intervals()[1] == [
+        Interval(1, 3, Exit.DROP),
+        Interval(9, 11, Exit.DROP),  # the node that asked holds it until another one asks
+        Interval(13, CHAIN.ticks, Exit.STAYS),
+    ]
 
 
 def test_all_that_is_there_is_the_ordinary_step():

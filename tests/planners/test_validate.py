@@ -7,21 +7,30 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from delta_runtime.core.events import Exit
 from delta_runtime.core.plan import NEVER, Interval, Plan
 from delta_runtime.core.transfer import Links
 from delta_runtime.planners.validate import InvalidPlan, Verdict, validate
-from tests.planners.random_plans import dropping, dropping_and_copying, graphs, masks, speeds
+from tests.planners.random_plans import (
+    dropping,
+    dropping_and_copying,
+    graphs,
+    masks,
+    speeds,
+    with_backward_workspaces,
+)
 from tests.support.recorded_steps import WORKLOADS, recorded
-from tests.support.step_graphs import MIB, TINY
+from tests.support.step_graphs import MIB, TINY, asked_for_again
 
 LANE = Links(1e9, 1e9)
 
 
 @settings(max_examples=300, deadline=None)
-@given(graphs(), masks, masks)
-def test_evaluation_and_judge_agree_at_each_op(graph, dropped, dropped_twice):
+@given(graphs(), masks, masks, st.integers(0, 2**32 - 1))
+def test_evaluation_and_judge_agree_at_each_op(graph, dropped, dropped_twice, seed):
+    graph = with_backward_workspaces(graph, np.random.default_rng(seed))
     choice = dropping(graph, dropped, dropped_twice)
     verdict = validate(choice.plan, graph)
     evaluation = choice.evictions.evaluation
@@ -59,6 +68,7 @@ CHAIN = TINY[
     "chain"
 ]  # eight values of 8 MiB, made at ticks 0 to 7; value v is asked for at tick 14 - v
 TICKS = CHAIN.ticks
+TWICE = asked_for_again(CHAIN, 1, 9)
 
 
 def planned(changes: dict[int, list[Interval]]) -> Plan:
@@ -110,6 +120,33 @@ def test_a_copy_takes_room_from_when_it_starts_and_the_step_waits_for_a_late_one
     # 8 MiB take 8.4 s a way: a copy out has 1e-2 s (one op) until it is waited for, one back four ops.
     slow = judged({1: SWAP}, Links(1e6, 1e6))
     assert slow.stall_s == pytest.approx(2 * 8 * MIB / 1e6 - 1e-2 - 5e-2, abs=1e-6)
+
+
+def test_the_node_that_asked_holds_a_value_until_another_one_asks_whatever_the_plan_says():
+    """Value 1 is asked for at tick 9 too, and value 4 at tick 10."""
+    early = [Interval(1, 3, Exit.DROP), Interval(9, 10, Exit.DROP), Interval(13, TICKS)]
+    verdict = validate(planned({1: early}), TWICE)
+    ordinary = TWICE.op_ordinary_bytes + TWICE.op_watermark_bytes
+    away = [tick for tick in range(len(ordinary)) if verdict.live_bytes[tick] < ordinary[tick]]
+    assert away == [3, 4, 5, 6, 7, 8, 11, 12]
+    within = validate(planned({1: early}), replace(TWICE, contracted=True))
+    assert within.live_bytes[10] == ordinary[10] - 8 * MIB
+
+
+def test_what_a_rebuild_holds_for_a_moment_is_charged_when_the_op_before_has_let_go_of_its_own():
+    """Rebuilding value 2 passes through value 1. 32 MiB are live before tick 12 and 24 behind it, and 8 may just go."""
+    both = {
+        1: [Interval(1, 3, Exit.DROP), Interval(13, TICKS)],
+        2: [Interval(2, 4, Exit.DROP), Interval(12, TICKS)],
+    }
+    for workspace, live in ((0, 32), (4, 32), (8, 32), (12, 36)):
+        more = np.where(np.arange(CHAIN.n_ops) == 12, workspace * MIB, 0)
+        graph = replace(CHAIN, op_watermark_bytes=CHAIN.op_watermark_bytes + more)
+        verdict = validate(planned(both), graph)
+        assert verdict.live_bytes[12] == live * MIB, workspace
+    behind = np.where(np.arange(CHAIN.n_ops) == 13, 64 * MIB, 0)  # of the next op: no use here
+    graph = replace(CHAIN, op_watermark_bytes=CHAIN.op_watermark_bytes + behind)
+    assert validate(planned(both), graph).live_bytes[12] == 32 * MIB
 
 
 # ---------------------------------------------------------------- plans that cannot work

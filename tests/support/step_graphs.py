@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -149,6 +149,19 @@ def step_graph(ops: Sequence[Op], *, persistent_bytes: int = 0) -> StepGraph:
 
 
 MIB = 1024**2
+
+
+def asked_for_again(graph: StepGraph, row: int, tick: int) -> StepGraph:
+    """Return a graph in which a row of `saved` is asked for at one more tick, before all others."""
+    begin = int(graph.use_offsets[row])
+    later = np.arange(len(graph.use_offsets)) > row
+    return replace(
+        graph,
+        uses=np.insert(graph.uses, begin, tick),
+        use_offsets=graph.use_offsets + later.astype(np.int64),
+    )
+
+
 TINY = {
     "chain": step_graph(
         [Op((), (8 * MIB,), (0,))] + [Op((i - 1,), (8 * MIB,), (i,)) for i in range(1, 8)]
