@@ -41,6 +41,7 @@ from delta_runtime.planners.step_chain import StepChain
 from scripts.train_plain import THREADS
 
 OURS = "recompute"
+BATCH = 32
 BASE_BATCH, LARGEST_PIXELS = 8, 96
 BATCHES = (8, 12, 16, 20, 24, 28, 32)
 DEPTHS = {"ResNet-18": [2, 2, 2, 2], "ResNet-34": [3, 4, 6, 3], "ResNet-50": [3, 4, 6, 3]}
@@ -198,7 +199,7 @@ def rotor_curves(quick: bool) -> list[dict[str, Any]]:
     for name in list(DEPTHS)[: 1 if quick else None]:
         for pixels in PIXELS[: 1 if quick else None]:
             model = resnet(name)
-            step = step_of(model, 8, pixels)
+            step = step_of(model, BATCH, pixels)
             graph = record(model, step)
             for planner in ("rotor", "checkmate", OURS):
                 ratios = {}
@@ -245,7 +246,7 @@ def peaks(quick: bool) -> list[dict[str, Any]]:
     for name in list(DEPTHS)[: 1 if quick else None]:
         for pixels in PIXELS[: 1 if quick else None]:
             model = resnet(name)
-            step = step_of(model, 8, pixels)
+            step = step_of(model, BATCH, pixels)
             graph = record(model, step)
             columns = StepChain(graph).segment_peaks()
             for objective, policy in (("A", "min_peak_a"), ("B", "min_peak")):

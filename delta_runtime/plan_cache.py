@@ -199,6 +199,7 @@ class PlanCache:
         self._asked = 0  # times that it was; each time twice as many steps have to pass
         self._unrecorded = 0  # steps since the last record
         self._to_log = 0  # next steps, of which one is of a graph that was logged too seldom
+        self._forgot = False  # whether there were more graphs than are remembered
         self._new = 0  # records in a row whose graph had not been seen before
 
     @property
@@ -285,6 +286,7 @@ class PlanCache:
     def saw(self, cost: StepCost) -> None:
         """Take in what a step came to, before its record if there is one."""
         self._last = cost
+        self._to_log = max(self._to_log - 1, 0)
 
     def learn(self, graph: StepGraph, budget_bytes: int, links: Links | None = None) -> StepGraph:
         """Take the record of a step in and make, or improve, its plan.
@@ -325,12 +327,12 @@ class PlanCache:
             known = _Known(graph)
         known.record, known.bounds = record, None
         self._unrecorded = 0
-        self._to_log = max(self._to_log - 1, 0)
         if cost is not None:
             known.ops, known.seen_bytes = cost.ops, cost.peak_bytes
         self._known[key] = known
         while len(self._known) > MOST_GRAPHS:
             _, forgotten = self._known.popitem(last=False)
+            self._forgot = True
             if forgotten.relief is not None:
                 self._limit_bytes = max(self._limit_bytes, forgotten.relief.peak_bytes)
         self._yield_if_hopeless(known, budget_bytes)
@@ -370,7 +372,7 @@ class PlanCache:
         """Whether a step was logged too seldom because others, with which it comes in turn, were logged enough."""
         latest = next(reversed(self._known.values()))
         short = len(known.graph.uses) > 0 and known.runs < CALIBRATION_STEPS
-        return known is not latest and short and known.times_left > 0
+        return short and known is not latest and known.times_left > 0 and not self._forgot
 
     def _of(self, cost: StepCost) -> _Known | None:
         """Return what is known of a step that was not recorded."""

@@ -14,7 +14,13 @@ from delta_runtime.core.events import Exit
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
-from delta_runtime.plan_cache import CALIBRATION_STEPS, STEPS_TO_SETTLE, PlanCache, StepCost
+from delta_runtime.plan_cache import (
+    CALIBRATION_STEPS,
+    MOST_GRAPHS,
+    STEPS_TO_SETTLE,
+    PlanCache,
+    StepCost,
+)
 from delta_runtime.plan_trials import MOST_TRIALS, TRIAL_STEPS, WATCH_STEPS
 from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.bounds import bounds_of
@@ -371,6 +377,23 @@ def test_for_a_graph_that_comes_seldom_others_are_not_logged_for_ever():
     found = logged(known, [seldom, *[GRAPH] * 9] * 10)
     assert len(found) == CALIBRATION_STEPS * 3 and seldom not in found
     assert logged(known, [seldom, *[GRAPH] * 9] * 10) == []
+
+
+def test_more_graphs_than_are_remembered_are_not_logged_for_ever():
+    graphs = [dataclasses.replace(GRAPH, fingerprint=100 + i) for i in range(MOST_GRAPHS + 2)]
+    known = PlanCache(plans=True, drops=True)
+    logged(known, graphs * 10)
+    assert logged(known, graphs * 10) == []
+
+
+def test_steps_that_nothing_is_learned_from_end_the_wait_for_a_graph():
+    graphs = [dataclasses.replace(GRAPH, fingerprint=100 + i) for i in range(2)]
+    known = PlanCache(plans=True, drops=True)
+    logged(known, [graphs[0], *[graphs[1]] * CALIBRATION_STEPS, graphs[0]])
+    assert known.wants_log(missed=False)
+    for _ in range(3):
+        known.saw(cost(dataclasses.replace(GRAPH, fingerprint=0), GRAPH.peak_bytes, 0.0))
+    assert not known.wants_log(missed=False)
 
 
 def test_another_budget_begins_anew():

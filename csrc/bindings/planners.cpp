@@ -136,17 +136,16 @@ std::vector<uint8_t> flags(const Mask& mask) {
 
 std::unique_ptr<planners::PresenceSearch> presence_search(
     const Floats& bytes, const Floats& seconds, const Floats& workspace, const Ints& parent_offsets,
-    const Ints& parents, const Ints& first, const Ints& end, const Mask& lingers,
-    const Ints& leaves, const Mask& fixed, const Ints& asked_offsets, const Ints& asked,
-    const Ints& pinned_offsets, const Ints& pinned, const Floats& room, const Floats& spare,
-    const Floats& rest_room, const Floats& forward_room, const Mask& there) {
+    const Ints& parents, const Ints& first, const Ints& end, const Ints& leaves, const Mask& fixed,
+    const Ints& asked_offsets, const Ints& asked, const Ints& pinned_offsets, const Ints& pinned,
+    const Floats& room, const Floats& spare, const Floats& rest_room, const Floats& forward_room,
+    const Mask& there) {
   planners::Slots slots{copied(bytes),
                         copied(seconds),
                         copied(workspace),
                         lists(parent_offsets, parents),
                         copied(first),
                         copied(end),
-                        flags(lingers),
                         copied(leaves),
                         flags(fixed),
                         lists(asked_offsets, asked),
@@ -165,10 +164,9 @@ void bind_presence_search(py::module_& m) {
       "Looks for when values are there; csrc/planners/presence_search.h. For one thread at a time.")
       .def(py::init(&presence_search), py::kw_only(), py::arg("bytes"), py::arg("seconds"),
            py::arg("workspace"), py::arg("parent_offsets"), py::arg("parents"), py::arg("first"),
-           py::arg("end"), py::arg("lingers"), py::arg("leaves"), py::arg("fixed"),
-           py::arg("asked_offsets"), py::arg("asked"), py::arg("pinned_offsets"), py::arg("pinned"),
-           py::arg("room"), py::arg("spare"), py::arg("rest_room"), py::arg("forward_room"),
-           py::arg("there"))
+           py::arg("end"), py::arg("leaves"), py::arg("fixed"), py::arg("asked_offsets"),
+           py::arg("asked"), py::arg("pinned_offsets"), py::arg("pinned"), py::arg("room"),
+           py::arg("spare"), py::arg("rest_room"), py::arg("forward_room"), py::arg("there"))
       .def("go_on", &Search::go_on, py::arg("most_work"), py::arg("most_in_vain"),
            py::call_guard<py::gil_scoped_release>(),
            "Go on with the search; whether it is through. Runs without the GIL.")

@@ -73,7 +73,7 @@ void Evaluation::find_needs(const uint8_t* dropped) {
     }
     for (const int64_t at : times) {
       for (const int64_t parent : played_.step.parents.of(child)) {
-        if (played_.gone[at_(parent)] >= at) {
+        if (played_.gone[at_(parent)] > at) {
           need_[at_(parent)] = std::min(need_[at_(parent)], at);
         } else {
           asked_after_[at_(parent)].push_back(at);
@@ -144,7 +144,7 @@ double Evaluation::lay_copies(const uint8_t* dropped, const uint8_t* swapped) {
 
 bool Evaluation::is_there(int64_t row, int64_t at) const {
   return (resident_[at_(row)] != 0 || at < played_.step.begin[at_(row)]) &&
-         played_.gone[at_(row)] >= at;
+         played_.gone[at_(row)] > at;
 }
 
 // What has to be made for a value, parents first: to `todo_`, marked in `seen_`.
@@ -176,7 +176,7 @@ double Evaluation::take(int64_t made, int64_t row, int64_t at, const uint8_t* dr
   outcome.seconds += played_.seconds[at_(made)];
   double most = passing + played_.work_bytes[at_(made)];
   const bool goes_again = dropped_twice[made] != 0 && step.own_need[at_(made)] > at;
-  if (made != row && (goes_again || played_.gone[at_(made)] < at)) {
+  if (made != row && (goes_again || played_.gone[at_(made)] <= at)) {
     passing += step.bytes[at_(made)];
     const int64_t reader = last_reader_[at_(made)];
     ends_[at_(reader < 0 ? made : reader)] += step.bytes[at_(made)];

@@ -28,9 +28,7 @@ void check(const Slots& slots) {
   for (const auto* column : {&slots.first, &slots.end, &slots.leaves}) {
     check_count(column->size(), n);
   }
-  for (const auto* column : {&slots.lingers, &slots.fixed}) {
-    check_count(column->size(), n);
-  }
+  check_count(slots.fixed.size(), n);
   for (const auto* column : {&slots.spare, &slots.rest_room}) {
     check_count(column->size(), k);
   }
@@ -42,7 +40,7 @@ void check(const Slots& slots) {
   check_within(slots.leaves, -1, static_cast<int64_t>(slots.forward_room.size()) - 1);
   for (int64_t value = 0; value < n; ++value) {
     const int64_t end = slots.end[at_(value)];
-    check_within({end}, slots.first[at_(value)], slots.lingers[at_(value)] != 0 ? k - 1 : k);
+    check_within({end}, slots.first[at_(value)], k);
   }
 }
 
@@ -55,13 +53,13 @@ PresenceSearch::PresenceSearch(Slots slots, std::vector<uint8_t> there)
   const int64_t k = slots_.n_slots();
   offsets_.assign(1, 0);
   for (int64_t i = 0; i < n; ++i) {
-    offsets_.push_back(offsets_.back() + slots_.end[at_(i)] - slots_.first[at_(i)] + 1 +
-                       slots_.lingers[at_(i)]);
+    offsets_.push_back(offsets_.back() + slots_.end[at_(i)] - slots_.first[at_(i)] + 1);
   }
   check_count(there_.size(), offsets_.back());
   pinned_.assign(there_.size(), 0);
   for (int64_t slot = 0; slot < k; ++slot) {
     for (const int64_t value : slots_.pinned.of(slot)) {
+      check_within({slot}, 0, slots_.end[at_(value)] - 1);
       const int64_t place = slot - slots_.first[at_(value)] + 1;
       if (place > 0) {
         pinned_[at_(offsets_[at_(value)] + place)] = 1;
@@ -247,29 +245,25 @@ double PresenceSearch::forward_over(int64_t value, double bytes) const {
 // Four for each slot of a value: away or there before it (x2), and in it.
 void PresenceSearch::find_costs(int64_t value) {
   const int64_t first = slots_.first[at_(value)];
-  const int64_t last = slots_.end[at_(value)] + slots_.lingers[at_(value)];
+  const int64_t end = slots_.end[at_(value)];
   const double bytes = slots_.bytes[at_(value)];
   const uint8_t* there = &there_[at_(offsets_[at_(value)] + 1)];
   const uint8_t* pinned = &pinned_[at_(offsets_[at_(value)] + 1)];
-  costs_.assign(at_(4 * (last - first)), 0.0);
-  for (int64_t slot = first; slot < last; ++slot) {
+  costs_.assign(at_(4 * (end - first)), 0.0);
+  for (int64_t slot = first; slot < end; ++slot) {
     ++work_;
     const auto place = at_(slot - first);
     const Slot& its = slot_[at_(slot)];
-    const bool counts = slot < slots_.end[at_(value)];
-    const double own = counts ? bytes : 0.0;
-    const double others = its.sum - (there[place] != 0 ? own : 0.0);
+    const double others = its.sum - (there[place] != 0 ? bytes : 0.0);
     Made found = its.made;
     Made away = its.made;
     Made back = its.made;
-    bool may_back = counts;
+    bool may_back = true;
     if (is_touched(value, slot) || (pinned[place] != 0 && !its.backs.empty())) {
       found = make(slot, value, As::There);
       away = make(slot, value, As::Away);
-      if (counts) {
-        back = make(slot, value, As::Back);
-      }
-    } else if (counts && (pinned[place] != 0 || may_pay(slot, value))) {
+      back = make(slot, value, As::Back);
+    } else if (pinned[place] != 0 || may_pay(slot, value)) {
       back = make_alone(slot, value);
     } else {
       may_back = false;
@@ -277,11 +271,8 @@ void PresenceSearch::find_costs(int64_t value) {
     double* cost = &costs_[4 * place];
     const double away_s = away.seconds + price_ * over(slot, others, away.held);
     cost[0] = cost[2] = pinned[place] != 0 ? kInfinite : away_s;
-    cost[1] = may_back ? back.seconds + price_ * over(slot, others + own, back.held) : kInfinite;
-    cost[3] = found.seconds + price_ * over(slot, others + own, found.held);
-    if (!counts) {
-      cost[2] = kInfinite;
-    }
+    cost[1] = may_back ? back.seconds + price_ * over(slot, others + bytes, back.held) : kInfinite;
+    cost[3] = found.seconds + price_ * over(slot, others + bytes, found.held);
     if (slot == 0) {
       continue;
     }
@@ -365,7 +356,6 @@ void PresenceSearch::look_again(int64_t slot) {
 void PresenceSearch::put(int64_t value, const std::vector<uint8_t>& path) {
   const int64_t first = slots_.first[at_(value)];
   const int64_t end = slots_.end[at_(value)];
-  const int64_t last = end + slots_.lingers[at_(value)];
   const double bytes = slots_.bytes[at_(value)];
   uint8_t* there = &there_[at_(offsets_[at_(value)])];
   const uint8_t* pinned = &pinned_[at_(offsets_[at_(value)])];
@@ -378,7 +368,7 @@ void PresenceSearch::put(int64_t value, const std::vector<uint8_t>& path) {
   }
   uint8_t before_was = there[0];  // in the slot before, until now
   there[0] = path[0];
-  for (int64_t slot = first; slot < last; ++slot) {
+  for (int64_t slot = first; slot < end; ++slot) {
     const auto p = at_(slot - first + 1);
     const uint8_t was = there[p];
     const bool same = was == path[p] && before_was == path[p - 1];
@@ -388,7 +378,7 @@ void PresenceSearch::put(int64_t value, const std::vector<uint8_t>& path) {
     }
     Slot& its = slot_[at_(slot)];
     excess_ -= over(slot, its.sum, its.made.held);
-    if (slot < end && was != path[p]) {
+    if (was != path[p]) {
       its.sum += path[p] != 0 ? bytes : -bytes;
     }
     if (p > 1) {
@@ -453,10 +443,10 @@ void PresenceSearch::begin() {
         forward_sum_[limit] += own;
       }
     }
-    for (int64_t slot = first; slot < slots_.end[at_(value)] + slots_.lingers[at_(value)]; ++slot) {
+    for (int64_t slot = first; slot < slots_.end[at_(value)]; ++slot) {
       const auto p = at_(slot - first + 1);
       Slot& its = slot_[at_(slot)];
-      if (there[p] != 0 && slot < slots_.end[at_(value)]) {
+      if (there[p] != 0) {
         its.sum += own;
       }
       if (p > 1 && there[p - 1] != 0 && (there[p] != 0 || pinned[p - 1] != 0)) {
@@ -530,9 +520,6 @@ void PresenceSearch::force(int64_t value) {
   std::vector<uint8_t> path(there_.begin() + begin, there_.begin() + offsets_[at_(value + 1)]);
   for (int64_t p = low; p <= high; ++p) {
     path[at_(p)] = state != 0 ? 0 : 1;
-  }
-  if (slots_.lingers[at_(value)] != 0) {
-    path[at_(n)] = path[at_(n - 1)];
   }
   put(value, path);
   forced_ = value;

@@ -21,7 +21,6 @@ struct Slots {
   Lists parents;                  // what each is rebuilt from
   std::vector<int64_t> first;     // slot from which it may be away
   std::vector<int64_t> end;       // slot from which it is let go of
-  std::vector<uint8_t> lingers;   // whether rebuilds of slot `end` still find it
   std::vector<int64_t> leaves;  // limit of forward from which on it counts; -1: it stays in forward
   std::vector<uint8_t> fixed;   // whether it is not moved
   Lists asked;                  // what is asked for in each slot, in order

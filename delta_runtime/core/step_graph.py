@@ -19,7 +19,7 @@ import numpy.typing as npt
 from delta_runtime.core.errors import UsageError
 
 FORMAT = "delta_runtime step graph"
-VERSION = 1
+VERSION = 2
 """Of the JSON form. Another number: columns were added, taken away, or mean something else."""
 
 Ints = npt.NDArray[np.int64]

@@ -110,7 +110,7 @@ class Evaluator:
             times = after.get(child, set()) | ({need[child]} if dropped[child] else set())
             for at in times:
                 for parent in self.parents[child]:
-                    if self.gone[parent] >= at:
+                    if self.gone[parent] > at:
                         need[parent] = min(need[parent], at)
                     else:
                         after.setdefault(parent, set()).add(at)
@@ -159,7 +159,7 @@ class Evaluator:
                     away[span.end] -= self.bytes[row]
 
         def is_there(row: int, at: int) -> bool:
-            return (resident[row] or at < self.begin[row]) and self.gone[row] >= at
+            return (resident[row] or at < self.begin[row]) and self.gone[row] > at
 
         for at, row in zip(self.use_op.tolist(), self.use_row.tolist(), strict=True):
             if is_there(row, at):
@@ -180,7 +180,7 @@ class Evaluator:
                 seconds += self.seconds[made]
                 most = max(most, passing + self.work_bytes[made])
                 if made != row and (
-                    (once_more[made] and self.own_need[made] > at) or self.gone[made] < at
+                    (once_more[made] and self.own_need[made] > at) or self.gone[made] <= at
                 ):
                     passing += self.bytes[made]
                     ends.setdefault(last_reader.get(made, made), []).append(self.bytes[made])

@@ -100,38 +100,51 @@ def gone_ops(graph: StepGraph) -> Ints:
 
 def asked_ops(graph: StepGraph) -> list[set[int]]:
     """Return the ops behind which each saved value is asked for: an unpack between two ops counts to the first."""
-    op = np.maximum(np.searchsorted(graph.op_tick, graph.uses, side="right") - 1, 0)
+    op = np.searchsorted(graph.op_tick, graph.uses, side="right") - 1
     offsets = graph.use_offsets.tolist()
+    made = graph.value_op[graph.saved].tolist()
     return [
-        set(op[begin:end].tolist()) for begin, end in zip(offsets[:-1], offsets[1:], strict=True)
+        {at for at in op[begin:end].tolist() if at >= first}
+        for first, (begin, end) in zip(made, itertools.pairwise(offsets), strict=True)
     ]
 
 
-def needed_ops(graph: StepGraph, asked: Sequence[Collection[int]]) -> list[set[int]]:
-    """Return the ops at which each saved value has to be there for the node that asked for it.
+def held_until(graph: StepGraph, asked: Iterable[Iterable[int]]) -> dict[int, int]:
+    """Return for each op behind which something is asked for the last op in which the node that asked may hold it.
 
-    A node holds what it asked for until it ends: at the latest when another one asks for something.
+    A node holds what it asked for until it ends. Nobody records that: it has ended when another one asks for something.
+    The node of a reentrant checkpoint is the exception, which ends behind the nodes of what it ran again; its
+    inputs are not counted for so long.
 
     Args:
         graph: the recorded or contracted step.
         asked: `asked_ops` of it.
     """
-    if graph.contracted:
-        return [set(each) for each in asked]
     moments = sorted({op for each in asked for op in each})
-    until = dict(itertools.pairwise([*moments, graph.n_ops - 1]))
-    gone = gone_ops(graph).tolist()
+    if graph.contracted:
+        return {op: op for op in moments}
+    return dict(itertools.pairwise([*moments, graph.n_ops - 1]))
+
+
+def needed_ops(graph: StepGraph, asked: Sequence[Collection[int]]) -> list[set[int]]:
+    """Return the ops at which each saved value has to be there for the node that asked for it; see `held_until`.
+
+    Args:
+        graph: the recorded or contracted step.
+        asked: `asked_ops` of it.
+    """
+    until = held_until(graph, asked)
     needed = []
-    for ops, end in zip(asked, gone, strict=True):
-        held = (range(op + 1, min(until[op] + 1, end)) for op in ops)
+    for ops, gone in zip(asked, gone_ops(graph).tolist(), strict=True):
+        held = (range(op + 1, min(until[op] + 1, gone)) for op in ops)
         needed.append(set(ops).union(*held))
     return needed
 
 
 def spare_behind(graph: StepGraph) -> Floats:
-    """Return what a rebuild behind each op may hold for a moment with no more live than the op held at its worst.
+    """Return the bytes that a rebuild behind each op may hold before more is live than at that op's worst.
 
-    In a contracted step: within each op.
+    In a contracted step: a rebuild within each op.
     """
     if graph.contracted:
         return graph.op_watermark_bytes.astype(np.float64)
@@ -144,7 +157,8 @@ def spare_behind(graph: StepGraph) -> Floats:
 def behind_ops(most: Ints, ordinary: Ints, gone: Ints, saved_bytes: Ints) -> Ints:
     """Return live bytes between each op and the next one, where values are asked for.
 
-    What the op held for a moment has gone; what the program lets go of between the two may still be there.
+    What the op held for a moment has gone; what the program lets go of between the two may still be there. More than
+    at the op's worst is not said: what is more then was made outside of ops, and counts at the next one.
 
     Args:
         most: live bytes of each op at its worst.

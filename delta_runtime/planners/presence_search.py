@@ -121,7 +121,6 @@ def searching(slots: Slots, there: Mask) -> Any:
         parents=slots.parents.items,
         first=slots.first,
         end=slots.end,
-        lingers=slots.lingers,
         leaves=slots.leaves,
         fixed=slots.fixed,
         asked_offsets=slots.asked.offsets,
@@ -180,7 +179,6 @@ class PresenceSearch:
         self.parents = _lists(slots.parents.offsets.tolist(), slots.parents.items.tolist())
         self.first: list[int] = slots.first.tolist()
         self.end: list[int] = slots.end.tolist()
-        self.last = [end + linger for end, linger in zip(self.end, slots.lingers, strict=True)]
         self.leaves: list[int] = slots.leaves.tolist()
         self.asked = _lists(slots.asked.offsets.tolist(), slots.asked.items.tolist())
         self.room: list[float] = slots.room.tolist()
@@ -323,21 +321,19 @@ class PresenceSearch:
         own, pinned = self.there[value], self.is_pinned[value]
         first, end = self.first[value], self.end[value]
         costs = []
-        for slot in range(first, self.last[value]):
+        for slot in range(first, end):
             self.done += 1
             place = slot - first + 1
             its = self.slots[slot]
-            counts = slot < end
-            bytes_ = self.bytes[value] if counts else 0.0
+            bytes_ = self.bytes[value]
             others = its.sum - (bytes_ if own[place] else 0.0)
             found = away = back = its.made
-            may_back = counts
+            may_back = True
             if value in its.touched or (pinned[place] and its.backs):
                 found = self._make(slot, value, _THERE)
                 away = self._make(slot, value, _AWAY)
-                if counts:
-                    back = self._make(slot, value, _BACK)
-            elif counts and (pinned[place] or self._may_pay(slot, value)):
+                back = self._make(slot, value, _BACK)
+            elif pinned[place] or self._may_pay(slot, value):
                 back = self._make_alone(slot, value)
             else:
                 may_back = False
@@ -347,8 +343,6 @@ class PresenceSearch:
             if may_back:
                 in_it = back.seconds + self.price * self._over(slot, others + bytes_, back.held)
             both = found.seconds + self.price * self._over(slot, others + bytes_, found.held)
-            if not counts:
-                before = inf
             if place > 1:
                 stays = own[place - 1] and (own[place] or pinned[place - 1])
                 without = self.slots[slot - 1].rest_sum - (self.bytes[value] if stays else 0.0)
@@ -418,13 +412,13 @@ class PresenceSearch:
                 self.forward_sum[limit] += bytes_ if path[0] else -bytes_
                 self.excess += max(self.forward_sum[limit] - room, 0.0)
         own[0] = path[0]
-        for slot in range(first, self.last[value]):
+        for slot in range(first, end):
             p = slot - first + 1
             if was[p] == path[p] and was[p - 1] == path[p - 1]:
                 continue
             its = self.slots[slot]
             self.excess -= self._over(slot, its.sum, its.made.held)
-            if slot < end and was[p] != path[p]:
+            if was[p] != path[p]:
                 its.sum += bytes_ if path[p] else -bytes_
             if p > 1:
                 stayed = was[p - 1] and (was[p] or pinned[p - 1])
@@ -468,10 +462,10 @@ class PresenceSearch:
             if self.leaves[value] >= 0 and own[0]:
                 for limit in range(self.leaves[value], len(self.forward_sum)):
                     self.forward_sum[limit] += bytes_
-            for slot in range(self.first[value], self.last[value]):
+            for slot in range(self.first[value], self.end[value]):
                 p = slot - self.first[value] + 1
                 its = self.slots[slot]
-                if own[p] and slot < self.end[value]:
+                if own[p]:
                     its.sum += bytes_
                 if p > 1 and own[p - 1] and (own[p] or pinned[p - 1]):
                     self.slots[slot - 1].rest_sum += bytes_
@@ -521,8 +515,6 @@ class PresenceSearch:
             high = at + self._random(high - at + 1)
         path = list(own)
         path[low : high + 1] = [not own[at]] * (high + 1 - low)
-        if len(path) > n:
-            path[n] = path[n - 1]
         self._put(value, path)
         self.forced = value
 

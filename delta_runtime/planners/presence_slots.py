@@ -7,10 +7,10 @@ Note: the account
      op, and the ops behind it. Values are rebuilt behind that op alone.
   2. What is asked for stays until the next slot ends: the node that asked may hold it until that one's op has run.
      All else is there behind the op of a slot only if it is there in the next slot too. On a contracted step what is
-     asked for stays until its own slot ends.
+     asked for stays until its own slot ends. (The judge asks for no more than the first op of the next slot.)
   3. Before the first slot there is forward. What left there is not back before the first slot.
   4. A value may leave at the first slot that begins after forward let go of it, or in forward. It is let go of for good
-     at the begin of an op; a rebuild behind that op still finds it.
+     at the begin of an op; no rebuild behind that op finds it.
   5. What a rebuild takes, and holds for a moment, is what the judge of plans says (`validate`).
 """
 
@@ -25,7 +25,7 @@ from delta_runtime.core.events import Exit
 from delta_runtime.core.plan import Interval, Plan
 from delta_runtime.core.recipes import Lists, Recipes, rebuild_seconds, workspaces_of
 from delta_runtime.core.step_graph import Floats, Ints, Mask, StepGraph
-from delta_runtime.planners.presence import Presence, spare_behind
+from delta_runtime.planners.presence import Presence, held_until, spare_behind
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,6 @@ class Slots:
         bytes, seconds, workspace: of each value, of rebuilding it, and what that holds beside it.
         parents: what each is rebuilt from.
         first, end: slots from which each may be away, and is let go of.
-        lingers: whether a rebuild in slot `end` still finds it (rule 4).
         leaves: limit of forward from which on it counts there; -1 where it stays in forward.
         leaves_at: op from which it may be away.
         gone: first op at whose begin the program does not hold it any more.
@@ -51,7 +50,7 @@ class Slots:
         forward_room: as `room`, in parts of forward; each also holds what may leave in those before.
         least_bytes: live bytes where they are highest with all away that may be.
         offsets: where the presence of each value begins, in columns that have one entry for forward, or the slot before
-            `first`, and one for each slot until `end`, that one included if it lingers.
+            `first`, and one for each slot before `end`.
     """
 
     rows: Ints
@@ -62,7 +61,6 @@ class Slots:
     parents: Lists
     first: Ints
     end: Ints
-    lingers: Mask
     leaves: Ints
     leaves_at: Ints
     gone: Ints
@@ -106,7 +104,7 @@ def slots_of(
     leaves[values.in_forward] = np.searchsorted(parts, values.leaves_at[values.in_forward])
     recipes = presence.recipes
     rows = values.rows.tolist()
-    lengths = values.end - values.first + 1 + values.lingers
+    lengths = values.end - values.first + 1
     return Slots(
         rows=values.rows,
         begin=begin,
@@ -116,7 +114,6 @@ def slots_of(
         parents=Lists.of([np.sort(values.place[recipes.parents[row]]) for row in rows]),
         first=values.first,
         end=values.end,
-        lingers=values.lingers,
         leaves=leaves,
         leaves_at=values.leaves_at,
         gone=values.gone,
@@ -149,8 +146,9 @@ class _Values:
         self.bytes: Floats = graph.saved_bytes[rows].astype(np.float64)
         self.gone: Ints = presence.gone[rows]
         possible = presence.recipes.possible[rows]
+        until = held_until(graph, presence.asked)
         asked_in_forward = [
-            max((op for op in presence.asked[row] if op < begin[0]), default=-1)
+            max((until[op] for op in presence.asked[row] if op < begin[0]), default=-1)
             for row in rows.tolist()
         ]
         leaves = np.maximum(presence.leaves[rows], presence.made[rows] + 1)
@@ -162,7 +160,6 @@ class _Values:
         self.leaves_at: Ints = np.where(self.moves, leaves, self.gone)
         self.end: Ints = np.searchsorted(begin, self.gone)
         self.first: Ints = np.where(self.moves, first, self.end)
-        self.lingers: Mask = np.append(begin, -1)[self.end] == self.gone
         # Let go of before anything is asked for: it leaves at once.
         self.early: Mask = self.moves & (self.gone <= begin[0])
         self.in_forward: Mask = self.moves & (leaves < begin[0]) & ~self.early
@@ -179,9 +176,8 @@ class _Values:
         pinned: list[set[int]] = [set() for _ in range(n_slots)]
         for slot in range(n_slots):
             for value in self.asked[slot]:
-                pinned[slot].add(value)
-                if slot + 1 < min(int(self.end[value]), n_slots):
-                    pinned[slot + 1].add(value)
+                for each in range(slot, min(slot + 2, int(self.end[value]))):
+                    pinned[each].add(value)
         return [sorted(each) for each in pinned]
 
 
@@ -248,9 +244,6 @@ def presence_of(slots: Slots, plan: Plan, graph: StepGraph) -> Mask:
         for value in slots.pinned.items[low:high].tolist():
             if slot >= slots.first[value]:
                 there[slots.offsets[value] + slot - slots.first[value] + 1] = True
-    linger = np.flatnonzero(slots.lingers & ~slots.fixed)
-    last = slots.offsets[linger + 1] - 1
-    there[last] = there[last - 1]
     return there
 
 

@@ -8,6 +8,7 @@ Note: the account
   1. At each op live bytes are those of the ordinary step, its watermark included, less what is away.
   2. Autograd asks for a value between two ops. That, and what is rebuilt for it, is charged to the first of
      the two. The node that asked holds the value until another one asks for something, whatever the plan says.
+     What the program let go of before the first op is not found.
   3. A rebuild holds more for a moment: what it passes through, and the workspace of its ops. That comes on
      top of what is live between the two ops, where what the first held for a moment has gone.
   4. Copies go through one lane in each direction, one after the other. A copy out starts when forward has
@@ -146,7 +147,6 @@ class _Walk:
         for row, value in enumerate(graph.saved.tolist()):
             for tick in graph.uses[graph.use_offsets[row] : graph.use_offsets[row + 1]].tolist():
                 asked[sum(at <= tick for at in graph.op_tick.tolist()) - 1].append(value)
-        self.in_use = set() if graph.contracted else set(asked[-1])
         for op in range(graph.n_ops):
             tick = int(graph.op_tick[op])
             self._leave(op, tick)
@@ -292,9 +292,9 @@ class _Walk:
         return in_interval and not self._is_let_go(value, op)
 
     def _is_let_go(self, value: int, op: int) -> bool:
-        """Whether nobody holds a value before the op begins that is charged."""
+        """Whether nobody holds a value any more when the op begins that is charged."""
         released_at = self.graph.released_at[self.graph.saved.tolist().index(value)]
-        return op > 0 and bool(released_at < self.graph.op_tick[op - 1])
+        return bool(released_at < self.graph.op_tick[op])
 
     def _left_by(self, value: int, tick: int) -> int:
         """How a value left the last time."""

@@ -89,7 +89,7 @@ def read_step_graph(session: Any, events: Events) -> StepGraph | None:
         saved=saved.values,
         saved_at=saved.saved_at,
         alone_at=saved.last_tick(EventKind.ALONE, ticks),
-        released_at=saved.last_tick(EventKind.RELEASED, ticks),
+        released_at=saved.released_at(ticks),
         use_offsets=use_offsets,
         uses=uses,
         ticks=ticks,
@@ -169,6 +169,13 @@ class _Saved:
         at, when = self._ticks_of(kind)
         ticks[at] = when
         return ticks
+
+    def released_at(self, otherwise: int) -> Ints:
+        """For each value when the last of its pages was released; `otherwise` where one was not."""
+        n = len(self.values)
+        released = np.bincount(self._ticks_of(EventKind.RELEASED)[0], minlength=n)
+        is_held = released < np.bincount(self.rows, minlength=n)
+        return np.where(is_held, otherwise, self.last_tick(EventKind.RELEASED, otherwise))
 
     def uses(self) -> tuple[Ints, Ints]:
         """Return the ticks at which autograd asked for each value: CSR offsets, and the ticks."""

@@ -94,6 +94,34 @@ def with_backward_workspaces(graph: StepGraph, rng: np.random.Generator) -> Step
     return replace(graph, op_watermark_bytes=graph.op_watermark_bytes + more)
 
 
+def with_other_asks(graph: StepGraph, rng: np.random.Generator) -> StepGraph:
+    """Return a graph whose values are asked for never, once, or several times, and are let go of at other times.
+
+    Not every op of backward asks for something then, and some of forward do.
+    """
+    ordinary = graph.op_ordinary_bytes.copy()
+    uses, released = [], []
+    for row, size in enumerate(graph.saved_bytes.tolist()):
+        own = graph.uses[graph.use_offsets[row] : graph.use_offsets[row + 1]]
+        possible = graph.op_tick[graph.op_tick >= graph.saved_at[row]]
+        more = rng.choice(possible, rng.integers(0, 3))
+        uses.append(np.unique([*own[rng.random(len(own)) < 0.6], *more]).astype(np.int64))
+        last = max([*uses[-1].tolist(), int(graph.saved_at[row]), int(graph.alone_at[row]) - 1])
+        released.append(last + int(rng.integers(0, 3)))
+        was, is_now = np.searchsorted(
+            graph.op_tick, [graph.released_at[row], released[-1]], side="right"
+        )
+        ordinary[was:is_now] += size
+        ordinary[is_now:was] -= size
+    return replace(
+        graph,
+        op_ordinary_bytes=ordinary,
+        uses=np.concatenate([np.empty(0, np.int64), *uses]),
+        use_offsets=np.cumsum([0, *(len(each) for each in uses)]).astype(np.int64),
+        released_at=np.array(released, np.int64),
+    )
+
+
 def random_presence(presence: Presence, rng: np.random.Generator) -> Mask:
     """Return what is there when, at random; what comes back is asked for before it goes again."""
     graph = presence.graph

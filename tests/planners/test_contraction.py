@@ -20,13 +20,14 @@ from delta_runtime.planners.contraction import (
     cuts_of,
     movable_rows,
 )
-from delta_runtime.planners.presence import Presence, asked_ops, gone_ops
+from delta_runtime.planners.presence import Presence, asked_ops, gone_ops, needed_ops
 from delta_runtime.planners.validate import validate
 from tests.planners.random_plans import (
     blocks,
     graphs,
     random_presence,
     with_backward_workspaces,
+    with_other_asks,
     with_what_is_read,
 )
 from tests.support.recorded_steps import WORKLOADS, recorded
@@ -65,7 +66,7 @@ def assert_never_better_than_the_whole(found: Contraction, rng: np.random.Genera
 @given(st.one_of(graphs(), blocks()), seeds)
 def test_no_plan_is_better_on_the_contracted_graph(graph, seed):
     rng = np.random.default_rng(seed)
-    graph = with_backward_workspaces(graph, rng)
+    graph = with_other_asks(with_backward_workspaces(graph, rng), rng)
     for found in contractions(graph, rng):
         assert_never_better_than_the_whole(found, rng)
 
@@ -136,8 +137,8 @@ def test_rule_4_an_op_that_two_members_need_runs_for_each():
     assert np.nansum(few.op_replay_seconds) == pytest.approx(2 * (1e-2 + 1e-2))
 
 
-def test_rule_5_a_rebuild_counts_on_no_more_than_the_next_op_asks_for():
-    """Value 1 is rebuilt through 60 bytes; the op behind asks for nothing, a later one in the same for 80."""
+def test_rule_5_a_rebuild_comes_on_top_of_the_most_that_is_live_when_the_op_asks():
+    """Value 1 is rebuilt through 60 bytes; a later op of the same contracted one holds 80 for a moment."""
     graph = step_graph(
         [
             Op((), (8,), (0,)),
@@ -154,7 +155,7 @@ def test_rule_5_a_rebuild_counts_on_no_more_than_the_next_op_asks_for():
     says, does = validate(plan, found.graph), validate(found.expand(plan), graph)
     assert says.rebuild_s > 0
     assert does.peak_bytes <= says.peak_bytes
-    # What a rebuild holds is told apart from what the op asks for when it runs first.
+    # What a rebuild holds is told apart from what the op holds when it runs first.
     assert found.graph.n_values == 2 and found.graph.value_bytes.tolist() == [8, 60]
 
 
@@ -234,7 +235,7 @@ def test_a_member_does_not_leave_before_what_is_rebuilt_from_it():
 @settings(max_examples=100, deadline=None)
 @given(st.one_of(graphs(), blocks()), seeds)
 def test_who_asked_for_a_value_has_it_while_it_reads(graph, seed):
-    """The op behind reads what was asked for; behind the last time others may, until the program lets go."""
+    """The node that asked holds it; behind the last time others may, until the program lets go."""
     rng = np.random.default_rng(seed)
     longer = rng.integers(0, 4, len(graph.saved))  # some ops of backward are several of the record
     graph = replace(graph, released_at=graph.released_at + longer)
@@ -243,9 +244,8 @@ def test_who_asked_for_a_value_has_it_while_it_reads(graph, seed):
         presence = Presence(found.graph)
         there = presence.plan(np.zeros((found.graph.n_ops, len(found.groups)), bool))
         of_values = found.expand(there).intervals()
-        for row, asked in enumerate(asked_ops(graph)):
-            last = range(max(asked, default=gone[row]), gone[row])
-            for op in {*asked, *(op + 1 for op in asked if op + 1 < gone[row]), *last}:
+        for row, needed in enumerate(needed_ops(graph, asked_ops(graph))):
+            for op in {*needed, *range(max(needed, default=gone[row]), gone[row])}:
                 intervals = of_values[int(graph.saved[row])]
                 assert any(each.begin <= graph.op_tick[op] < each.end for each in intervals)
 

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from delta_runtime.core.transfer import Links
 from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.bounds import bounds_of
 from delta_runtime.planners.least_seconds import least_seconds
+from delta_runtime.planners.presence import Presence
 from delta_runtime.planners.validate import validate
-from tests.planners.random_plans import dropping, dropping_and_copying, graphs, masks, speeds
+from tests.planners.random_plans import (
+    blocks,
+    dropping,
+    dropping_and_copying,
+    graphs,
+    masks,
+    random_presence,
+    speeds,
+    with_backward_workspaces,
+    with_other_asks,
+)
 from tests.support.recorded_steps import WORKLOADS, recorded
 from tests.support.step_graphs import MIB, TINY, chain
 
@@ -26,6 +39,19 @@ def test_no_plan_that_drops_is_below_it(graph, dropped, dropped_twice):
     bound = least_seconds(graph, verdict.peak_bytes)
     assert bound is not None
     assert bound <= verdict.rebuild_s + 1e-6
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.one_of(graphs(), blocks()), st.integers(0, 2**32 - 1))
+def test_no_plan_that_drops_several_times_is_below_it(graph, seed):
+    rng = np.random.default_rng(seed)
+    graph = with_other_asks(with_backward_workspaces(graph, rng), rng)
+    presence = Presence(graph)
+    for _ in range(3):
+        verdict = validate(presence.plan(random_presence(presence, rng)), graph)
+        bound = least_seconds(graph, verdict.peak_bytes)
+        assert bound is not None
+        assert bound <= verdict.rebuild_s + 1e-6
 
 
 @settings(max_examples=150, deadline=None)

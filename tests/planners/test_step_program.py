@@ -16,7 +16,7 @@ from delta_runtime.planners.contraction import by_size
 from delta_runtime.planners.presence import Presence
 from delta_runtime.planners.step_program import Outcome, StepProgram
 from delta_runtime.planners.validate import validate
-from tests.planners.random_plans import blocks, graphs
+from tests.planners.random_plans import blocks, graphs, with_other_asks
 from tests.support.recorded_steps import recorded
 from tests.support.step_graphs import TINY, Op, step_graph
 
@@ -31,7 +31,7 @@ def choices_of(presence: Presence) -> list[tuple[int, int]]:
         (op, row)
         for row in np.flatnonzero(presence.recipes.possible).tolist()
         for op in range(int(presence.leaves[row]), int(presence.gone[row]))
-        if op < presence.graph.n_ops and op not in presence.asked[row]
+        if op < presence.graph.n_ops and op not in presence.needed[row]
     ]
 
 
@@ -76,10 +76,11 @@ def assert_best(graph: StepGraph) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.one_of(graphs(), blocks()), st.integers(4, 9))
-def test_no_plan_of_all_is_better(graph, most_ops):
+@given(st.one_of(graphs(), blocks()), st.integers(4, 9), st.integers(0, 2**32 - 1))
+def test_no_plan_of_all_is_better(graph, most_ops, seed):
+    other = with_other_asks(graph, np.random.default_rng(seed))
     contracted = by_size(graph, most_ops).graph
-    sizes = {len(choices_of(Presence(each))): each for each in (graph, contracted)}
+    sizes = {len(choices_of(Presence(each))): each for each in (graph, other, contracted)}
     small = [each for n, each in sizes.items() if 0 < n <= MOST_CHOICES]
     assume(small)
     for each in small:

@@ -20,9 +20,10 @@ from tests.planners.random_plans import (
     masks,
     speeds,
     with_backward_workspaces,
+    with_other_asks,
 )
 from tests.support.recorded_steps import WORKLOADS, recorded
-from tests.support.step_graphs import MIB, TINY, asked_for_again
+from tests.support.step_graphs import MIB, TINY, Op, asked_for_again, step_graph
 
 LANE = Links(1e9, 1e9)
 
@@ -30,7 +31,8 @@ LANE = Links(1e9, 1e9)
 @settings(max_examples=300, deadline=None)
 @given(graphs(), masks, masks, st.integers(0, 2**32 - 1))
 def test_evaluation_and_judge_agree_at_each_op(graph, dropped, dropped_twice, seed):
-    graph = with_backward_workspaces(graph, np.random.default_rng(seed))
+    rng = np.random.default_rng(seed)
+    graph = with_other_asks(with_backward_workspaces(graph, rng), rng)
     choice = dropping(graph, dropped, dropped_twice)
     verdict = validate(choice.plan, graph)
     evaluation = choice.evictions.evaluation
@@ -40,9 +42,10 @@ def test_evaluation_and_judge_agree_at_each_op(graph, dropped, dropped_twice, se
 
 
 @settings(max_examples=100, deadline=None)
-@given(graphs(), masks, masks, speeds)
-def test_with_lanes_the_judge_is_never_above_the_evaluation(graph, dropped, swapped, speed):
+@given(graphs(), masks, masks, speeds, st.integers(0, 2**32 - 1))
+def test_with_lanes_the_judge_is_never_above_the_evaluation(graph, dropped, swapped, speed, seed):
     """A copy back that waits for room is away for longer than the evaluation counts on."""
+    graph = with_other_asks(graph, np.random.default_rng(seed))
     links = Links(speed, speed)
     choice = dropping_and_copying(graph, dropped, swapped, links)
     verdict = validate(choice.plan, graph, links)
@@ -147,6 +150,22 @@ def test_what_a_rebuild_holds_for_a_moment_is_charged_when_the_op_before_has_let
     behind = np.where(np.arange(CHAIN.n_ops) == 13, 64 * MIB, 0)  # of the next op: no use here
     graph = replace(CHAIN, op_watermark_bytes=CHAIN.op_watermark_bytes + behind)
     assert validate(planned(both), graph).live_bytes[12] == 32 * MIB
+
+
+def test_what_was_let_go_of_before_an_op_is_not_found_by_a_rebuild_behind_it():
+    """Value 0 goes behind op 4; value 1 is rebuilt from it behind op 5, and what goes behind that is found."""
+    for gone_behind, runs in ((4, 2), (5, 1)):
+        graph = step_graph([Op((), (8,), (0,)), Op((0,), (8,), (1,)), Op((1,), (8,), (2,))])
+        graph = replace(
+            graph,
+            uses=np.array([3, 5, 3], np.int64),
+            released_at=np.array([gone_behind, 6, 4], np.int64),
+            alone_at=np.array([2, 3, 3], np.int64),
+        )
+        intervals = Plan.moving_nothing(graph).intervals()
+        intervals[1] = [Interval(1, 3, Exit.DROP), Interval(5, graph.ticks)]
+        plan = Plan.of(intervals, weights=np.ones(3), predicted_seconds=0, predicted_peak_bytes=0)
+        assert validate(plan, graph).rebuild_s == pytest.approx(runs * 1e-2)
 
 
 # ---------------------------------------------------------------- plans that cannot work
