@@ -4,8 +4,8 @@ A benchmark. Three parts:
 
 1. `largest`: Checkmate's. The largest batch of a ResNet-50 that a planner fits into the memory of an ordinary step with
    a batch of 8, and what a step takes then. Planned for recorded steps, and the largest of each run under its policy.
-2. `rotor`: Rotor's. Step time against memory for three ResNets and two image sizes, by the judge of plans, and measured
-   under the policy at half of the activations.
+2. `rotor`: Rotor's. Step time against memory for three ResNets and two image sizes, at budgets that lie evenly between
+   the least that joint has a plan for and the ordinary peak: by the judge of plans, and measured at one of them.
 3. `peaks`: least-peak checkpoints'. What objectives A and B expect, and what the allocator saw, for six chains.
 
 Takes about 20 minutes on two idle cores; needs no GPU; writes a plot for each part where `--plots` says.
@@ -46,8 +46,8 @@ BASE_BATCH, LARGEST_PIXELS = 8, 96
 BATCHES = (8, 12, 16, 20, 24, 28, 32)
 DEPTHS = {"ResNet-18": [2, 2, 2, 2], "ResNet-34": [3, 4, 6, 3], "ResNet-50": [3, 4, 6, 3]}
 PIXELS = (64, 128)
-SHARES = (0.9, 0.7, 0.5, 0.4, 0.3)
-MEASURED_SHARE = 0.5
+PARTS = 8
+MEASURED_PART = 3
 _ROUNDS = 3
 _SOLVER_S = 15.0
 
@@ -118,7 +118,7 @@ class Followed:
     """What steps under a policy came to.
 
     Args:
-        ratio: median of step times over those of ordinary steps in turns; 0 where none fits.
+        ratio: median of step times over those of ordinary steps in turns; 0 where none were run.
         peak_bytes: the allocator's.
         own: whether the planner's own plan was followed.
     """
@@ -145,13 +145,16 @@ def follow(
             runtime.wait_for_plan()
         ratios, peak = [], 0
         for _ in range(_ROUNDS):
+            seconds_of(model, step, runtime)  # each timed step comes after another like it
             managed_s = seconds_of(model, step, runtime)
             peak = max(peak, runtime.report().last.peak_bytes)
-            ratios.append(managed_s / (seconds_of(model, step, None) if ordinary else managed_s))
+            if ordinary:
+                seconds_of(model, step, None)
+                ratios.append(managed_s / seconds_of(model, step, None))
     own = runtime.steps.plans.refusal is None
     runtime.close()
     model.zero_grad(set_to_none=True)
-    return Followed(statistics.median(ratios), peak, own)
+    return Followed(statistics.median(ratios or [0.0]), peak, own)
 
 
 # ------------------------------------------------------------------------------------------ largest
@@ -195,24 +198,27 @@ def largest(quick: bool) -> list[dict[str, Any]]:
 def rotor_curves(quick: bool) -> list[dict[str, Any]]:
     """Plan three networks and two image sizes at several budgets, and measure one of them."""
     rows = []
-    table = Table("network", "pixels", "planner", *(f"{share:.1f}" for share in SHARES), "measured")
+    parts = range(0, PARTS, 3) if quick else range(PARTS)
+    table = Table(
+        "network", "pixels", "planner", *(f"{each}/{PARTS}" for each in parts), "measured"
+    )
     for name in list(DEPTHS)[: 1 if quick else None]:
         for pixels in PIXELS[: 1 if quick else None]:
             model = resnet(name)
             step = step_of(model, BATCH, pixels)
             graph = record(model, step)
+            low = PLANNERS[OURS].plan(graph, 1).least_budget_bytes or 0
+            budgets = [low + (graph.peak_bytes - low) * part // PARTS for part in range(PARTS)]
             for planner in ("rotor", "checkmate", OURS):
                 ratios = {}
-                for share in SHARES[1:3] if quick else SHARES:
-                    budget = int(graph.peak_bytes - (1 - share) * graph.activation_bytes)
-                    result = planned(planner, graph, budget)
+                for part in parts:
+                    result = planned(planner, graph, budgets[part])
                     if result is not None:
-                        ratios[share] = 1 + result.seconds / graph.seconds
+                        ratios[part] = 1 + result.seconds / graph.seconds
                 measured = None
-                if MEASURED_SHARE in ratios:
-                    half = graph.peak_bytes - (1 - MEASURED_SHARE) * graph.activation_bytes
-                    measured = follow(model, step, planner, int(half)).ratio
-                cells = [f"{ratios[share]:.3f}" if share in ratios else "-" for share in SHARES]
+                if MEASURED_PART in ratios:
+                    measured = follow(model, step, planner, budgets[MEASURED_PART]).ratio
+                cells = [f"{ratios[part]:.3f}" if part in ratios else "-" for part in parts]
                 table.add_row(
                     name,
                     str(pixels),
@@ -226,8 +232,8 @@ def rotor_curves(quick: bool) -> list[dict[str, Any]]:
                         "pixels": pixels,
                         "planner": planner,
                         "peak_bytes": graph.peak_bytes,
-                        "activation_bytes": graph.activation_bytes,
-                        "ratios": ratios,
+                        "budget_bytes": [budgets[part] for part in ratios],
+                        "ratios": list(ratios.values()),
                         "measured": measured,
                     }
                 )
@@ -310,13 +316,11 @@ def draw(results: dict[str, list[dict[str, Any]]], folder: Path) -> None:
         figure, plots = axes(len(networks), "Step time against memory")
         for plot, key in zip(plots, networks, strict=True):
             for row in (each for each in rows if (each["network"], each["pixels"]) == key):
-                budgets = [
-                    (row["peak_bytes"] - (1 - share) * row["activation_bytes"]) / MIB
-                    for share in row["ratios"]
-                ]
-                plot.plot(budgets, list(row["ratios"].values()), "o-", label=row["planner"])
+                budgets = [each / MIB for each in row["budget_bytes"]]
+                plot.plot(budgets, row["ratios"], "o-", label=row["planner"])
             plot.set_title(f"{key[0]}, {key[1]} pixels", fontsize=9)
-            plot.set_xlabel("MiB")
+            plot.set_xlabel("budget, MiB")
+        plots[0].set_ylabel("step / ordinary step")
         plots[0].legend()
         figure.tight_layout()
         figure.savefig(folder / "time_against_memory.png", dpi=110)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import random
 import resource
 import sys
@@ -29,7 +30,7 @@ from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
 from delta_runtime.extension import _C
-from delta_runtime.planners import checkmate, joint_heuristic, min_peak, rotor
+from delta_runtime.planners import checkmate, joint_heuristic, min_peak, moccasin, rotor
 from delta_runtime.planners.contraction import by_size
 from delta_runtime.planners.least_seconds import least_seconds
 from delta_runtime.planners.presence_search import search
@@ -117,8 +118,11 @@ def measure_dags(console: Console, limit_s: float) -> None:
             "rounded / cost",
             "raw",
             "seconds",
+            "intervals / cost",
+            "proved",
+            "seconds",
         ),
-        title="Checkmate",
+        title="Checkmate, its rounding, and Moccasin's intervals",
     )
     for name, layers, share in (
         *(("chain", 16, share) for share in (0.7, 0.5, 0.35)),
@@ -141,6 +145,7 @@ def measure_dags(console: Console, limit_s: float) -> None:
             )
         )
         rounded = raw or checkmate.round_lp(*columns, budget)
+        ours = best_by_intervals(columns, budget, limit_s)
         if found is None:
             table.add_row(name, str(dag.n), f"{share:.0%}", "infeasible", "", f"{seconds:.1f}")
             continue
@@ -151,8 +156,28 @@ def measure_dags(console: Console, limit_s: float) -> None:
                 f"{rounded.objective / found.objective:.3f}" if rounded else "none",
             ),
             *("fits" if raw else "none", f"{rounding:.1f}"),
+            *ours(found.objective),
         )
     console.print(table)
+
+
+def best_by_intervals(
+    columns: tuple[list[list[int]], list[int], list[int]], budget: float, limit_s: float
+) -> Callable[[float], tuple[str, str, str]]:
+    """Return what tells the cells of Moccasin's answer, given the cost to compare with."""
+    if importlib.util.find_spec("ortools") is None:
+        return lambda cost: ("no OR-tools", "", "")
+    seconds, found = seconds_of(
+        lambda: moccasin.solve(*columns, budget, time_limit_s=limit_s, gap=1e-3)
+    )
+    if found is None:
+        return lambda cost: ("infeasible", "", f"{seconds:.1f}")
+    proved = found.bound is not None and found.objective <= found.bound * (1 + 1.1e-3)
+    return lambda cost: (
+        f"{found.objective / cost:.3f}",
+        "yes" if proved else "no",
+        f"{seconds:.1f}",
+    )
 
 
 def keep_all(dag: checkmate.Dag) -> list[checkmate.Action]:

@@ -156,18 +156,18 @@ def solve(
         ImportError: scipy is not installed.
     """
     dag = Dag.of(deps, cpu, ram, workspace)
-    if budget < _floor(dag):
+    if budget < least_memory(dag):
         return None
     end_s = time.monotonic() + time_limit_s
     found = _Program(dag, budget).optimum(time_limit_s, gap)
-    bound, schedules = found.bound, _greedy_schedules(dag, budget)
+    bound, schedules = found.bound, greedy_schedules(dag, budget)
     passed = found.schedule is not None and replay(dag, found.schedule)[1] > budget
     if passed:  # by the solver's tolerance
         left_s = max(end_s - time.monotonic(), 0.0)
         found = _Program(dag, budget * (1 - TOLERANCE)).optimum(left_s, gap)
     if found.schedule is not None:
         schedules.append(found.schedule)
-    best = _cheapest(dag, budget, schedules)
+    best = cheapest(dag, budget, schedules)
     if best is not None:
         return Solution(best.objective, best.peak, best.schedule, bound=bound)
     if found.impossible:
@@ -263,7 +263,7 @@ def round_lp(
         ImportError: scipy is not installed.
     """
     dag = Dag.of(deps, cpu, ram, workspace)
-    if budget < _floor(dag):
+    if budget < least_memory(dag):
         return None
     rounded: list[list[Action]] = []
     bound = None
@@ -276,9 +276,9 @@ def round_lp(
         for threshold in THRESHOLDS:
             kept = relaxed.kept >= threshold
             rounded.append(_as_schedule(dag, _closure(dag, kept), kept))
-    best = _cheapest(dag, budget, rounded)
+    best = cheapest(dag, budget, rounded)
     if best is None and fallback:
-        best = _cheapest(dag, budget, _greedy_schedules(dag, budget))
+        best = cheapest(dag, budget, greedy_schedules(dag, budget))
     return best and Solution(best.objective, best.peak, best.schedule, bound=bound)
 
 
@@ -296,7 +296,7 @@ def lower_bound(
         ImportError: scipy is not installed.
     """
     dag = Dag.of(deps, cpu, ram, workspace)
-    if budget < _floor(dag):
+    if budget < least_memory(dag):
         return None
     relaxed = _Program(dag, budget).relaxation()
     return None if relaxed is None else relaxed.cost
@@ -331,7 +331,7 @@ def replay(dag: Dag, schedule: Iterable[Action]) -> tuple[float, float]:
     return cost, peak
 
 
-def _floor(dag: Dag) -> float:
+def least_memory(dag: Dag) -> float:
     """Return what the largest node takes with what it reads: no schedule holds less."""
     return max(
         (
@@ -342,9 +342,10 @@ def _floor(dag: Dag) -> float:
     )
 
 
-def _cheapest(
+def cheapest(
     dag: Dag, budget: float, schedules: Iterable[list[Action]]
 ) -> Solution[list[Action]] | None:
+    """Return the schedule of least cost among those that hold no more than a budget; None if none does."""
     best: Solution[list[Action]] | None = None
     for schedule in schedules:
         cost, peak = replay(dag, schedule)
@@ -495,8 +496,8 @@ def _as_schedule(dag: Dag, runs: Mask, kept: Mask) -> list[Action]:
     return actions
 
 
-def _greedy_schedules(dag: Dag, budget: float) -> list[list[Action]]:
-    """Schedules that evict when there is no room, each by another order; those that get through."""
+def greedy_schedules(dag: Dag, budget: float) -> list[list[Action]]:
+    """Return schedules that evict when there is no room, each by another order; those that get through."""
     orders: list[Callable[[float, float, float], float]] = [
         lambda distance, size, cost: -distance,
         lambda distance, size, cost: cost / (size * distance),

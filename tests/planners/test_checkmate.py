@@ -22,14 +22,14 @@ REFERENCE = [
 reference = pytest.mark.parametrize(("case", "budget"), REFERENCE)
 
 
-def _known(budget: dict) -> float | None:
+def known_optimum(budget: dict) -> float | None:
     return budget.get("peer_gurobi", budget.get("highs"))
 
 
 @reference
 def test_reference_values(case, budget):
     found = checkmate.solve(case["deps"], case["cpu"], case["ram"], budget["B"])
-    expected = _known(budget)
+    expected = known_optimum(budget)
     assert (found and found.objective) == (None if expected is None else pytest.approx(expected))
     if found:
         dag = Dag.of(case["deps"], case["cpu"], case["ram"])
@@ -41,7 +41,7 @@ def test_reference_values(case, budget):
 @reference
 def test_rounding_is_within_a_tenth(case, budget):
     rounded = checkmate.round_lp(case["deps"], case["cpu"], case["ram"], budget["B"])
-    expected = _known(budget)
+    expected = known_optimum(budget)
     assert (rounded is None) == (expected is None)
     if rounded:
         assert rounded.peak <= budget["B"]
@@ -151,7 +151,7 @@ def test_workspace_counts_while_an_op_runs():
 
 
 def test_out_of_time_is_told_from_impossible(monkeypatch):
-    monkeypatch.setattr(checkmate, "_greedy_schedules", lambda dag, budget: [])
+    monkeypatch.setattr(checkmate, "greedy_schedules", lambda dag, budget: [])
     case = CASES["checkmate"]["cases"][2]
     with pytest.raises(checkmate.PlannerTimeout, match="within 4"):
         checkmate.solve(case["deps"], case["cpu"], case["ram"], 4, time_limit_s=0.0)
