@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import statistics
 import sys
 import time
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.table import Table
 from torch import nn
 
@@ -49,6 +51,7 @@ PIXELS = (64, 128)
 PARTS = 8
 MEASURED_PART = 3
 _ROUNDS = 3
+_WIDTH = 140
 _SOLVER_S = 15.0
 
 
@@ -238,7 +241,7 @@ def rotor_curves(quick: bool) -> list[dict[str, Any]]:
                     }
                 )
             gc.collect()
-    console.print(table)
+    Console(width=_WIDTH).print(table)
     return rows
 
 
@@ -300,11 +303,12 @@ def draw(results: dict[str, list[dict[str, Any]]], folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
 
-    def axes(columns: int, title: str) -> tuple[Figure, Any]:
-        figure = Figure(figsize=(4.2 * columns, 3.8))
+    def axes(plots: int, title: str) -> tuple[Figure, Any]:
+        rows, columns = math.ceil(plots / 3), min(plots, 3)
+        figure = Figure(figsize=(4.2 * columns, 3.4 * rows + 0.4))
         FigureCanvasAgg(figure)
         figure.suptitle(title)
-        return figure, figure.subplots(1, columns, squeeze=False)[0]
+        return figure, figure.subplots(rows, columns, squeeze=False).ravel()[:plots]
 
     if rows := results.get("largest"):
         figure, (plot,) = axes(1, "Largest batch at the memory of 8")

@@ -40,7 +40,7 @@ LAYERS = {
     "core": _layer(packages="numpy"),
     "config": _layer("core"),
     "online": _layer("core", "numpy scipy"),
-    "planners": _layer("core", "numpy scipy"),
+    "planners": _layer("core", "numpy scipy", lazy="ortools"),
     "planning_time": _layer("core"),
     "standing_aside": _layer("affordable_peak plan_cache"),
     "affordable_peak": _layer("core planners planning_time", "numpy"),

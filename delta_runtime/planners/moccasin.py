@@ -22,13 +22,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from delta_runtime.planners.checkmate import (
@@ -39,24 +37,27 @@ from delta_runtime.planners.checkmate import (
     cheapest,
     greedy_schedules,
     least_memory,
+    replay,
 )
 from delta_runtime.planners.linear_program import SolverFailed
 from delta_runtime.planners.solution import Solution
 
 _LARGEST = 2**40
 """CP-SAT adds whole numbers of 64 bits. Columns with a larger sum, or of no whole numbers, are scaled to this one."""
+_LONGEST_S = 1e6  # of any limit
 _TO_STOP_S = 10.0  # beyond its limit, until the solver's process is stopped
 
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """What the solver's process is told; sizes and costs are whole numbers."""
+    """What the solver's process is told; sizes and costs are whole numbers, costs in units of `cost_unit`."""
 
     deps: Sequence[Sequence[int]]
     cpu: Sequence[int]
     ram: Sequence[int]
     workspace: Sequence[int]
     budget: int
+    cost_unit: float
     most_runs: int
     time_limit_s: float
     gap: float
@@ -68,7 +69,7 @@ class _Answer:
 
     Args:
         intervals: node, first and last event of each; None where none were found.
-        bound: no schedule of the program costs less.
+        bound: no schedule of the program costs less, in the unit of its arguments.
         impossible: it was proved that there is none.
     """
 
@@ -90,9 +91,9 @@ def solve(
 ) -> Solution[list[Action]] | None:
     """Return the schedule of least cost that holds no more than `budget`, and runs no node too often; None if none is.
 
-    Sizes that are not whole numbers, or very large, are rounded up to units of about 1e-12 of all sizes together. The
-    bound, and that there is no schedule, are of the rounded ones. A schedule that evicts greedily is the result where
-    it is better, or the only one: it may run a node more often.
+    Sizes that are not whole numbers, or very large, are rounded to units of about 1e-12 of all of them together. Where
+    what is found passes the budget by that, the solver is asked once more, with sizes rounded up. A schedule that
+    evicts greedily is the result where it is better, or the only one: it may run a node more often, and bound is None.
 
     Args:
         deps, cpu, ram, budget, workspace: see `checkmate.solve`.
@@ -103,7 +104,7 @@ def solve(
     Raises:
         ValueError: `most_runs` is less than 1, or the columns do not fit each other.
         PlannerTimeout: the limit came before any schedule.
-        SolverFailed: the solver's process ended without an answer; the text has its last words.
+        SolverFailed: the solver's process did not start, or ended without an answer; the text has its last words.
         ImportError: OR-tools is not installed.
     """
     if most_runs < 1:
@@ -113,20 +114,9 @@ def solve(
     dag = Dag.of(deps, cpu, ram, workspace)
     if budget < least_memory(dag):
         return None
-    most = sum(dag.ram) + sum(dag.workspace)
-    size_unit, cost_unit = _unit([*dag.ram, *dag.workspace, most]), _unit([*dag.cpu, sum(dag.cpu)])
-    answer = _ask(
-        _Program(
-            deps=dag.deps,
-            cpu=[round(each / cost_unit) for each in dag.cpu],
-            ram=[math.ceil(each / size_unit) for each in dag.ram],
-            workspace=[math.ceil(each / size_unit) for each in dag.workspace],
-            budget=math.floor(min(budget, most) / size_unit),
-            most_runs=most_runs,
-            time_limit_s=time_limit_s,
-            gap=gap,
-        )
-    )
+    answer = _ask(_program(dag, budget, most_runs, time_limit_s, gap))
+    if answer.intervals is not None and not _fits(dag, budget, answer.intervals):
+        answer = _ask(_program(dag, budget, most_runs, time_limit_s, gap, strictly=True))
     schedules = greedy_schedules(dag, budget)
     if answer.intervals is not None:
         schedules.append(_as_schedule(dag.n, answer.intervals))
@@ -134,8 +124,7 @@ def solve(
     if best is not None:
         bound = None
         if answer.intervals is not None:
-            rounding = 0.0 if cost_unit == 1 else cost_unit * dag.n * most_runs
-            bound = min(answer.bound * cost_unit - rounding, best.objective)
+            bound = min(answer.bound, best.objective)
         return Solution(best.objective, best.peak, best.schedule, bound=bound)
     if answer.impossible:
         return None
@@ -143,6 +132,38 @@ def solve(
         f"moccasin: no schedule of {dag.n} nodes within {budget:g} was found in {time_limit_s:g} s, "
         "nor a proof that there is none. Give it more time, or a graph with fewer nodes."
     )
+
+
+def _program(
+    dag: Dag,
+    budget: float,
+    most_runs: int,
+    time_limit_s: float,
+    gap: float,
+    *,
+    strictly: bool = False,
+) -> _Program:
+    """Return what the solver is told; if `strictly`, no sizes that have to be rounded pass the budget by that."""
+    sizes = [*dag.ram, *dag.workspace]
+    size_unit, cost_unit = _unit([*sizes, sum(sizes)]), _unit([*dag.cpu, sum(dag.cpu)])
+    limit = min(budget, sum(sizes))
+    exact = size_unit == 1
+    rounded = math.ceil if strictly and not exact else round
+    return _Program(
+        deps=[[int(each) for each in inputs] for inputs in dag.deps],
+        cpu=[round(each / cost_unit) for each in dag.cpu],
+        ram=[rounded(each / size_unit) for each in dag.ram],
+        workspace=[rounded(each / size_unit) for each in dag.workspace],
+        budget=math.floor(limit / size_unit) + (0 if exact or strictly else dag.n + 1),
+        cost_unit=cost_unit,
+        most_runs=int(most_runs),
+        time_limit_s=min(time_limit_s, _LONGEST_S),
+        gap=gap,
+    )
+
+
+def _fits(dag: Dag, budget: float, intervals: Iterable[tuple[int, int, int]]) -> bool:
+    return replay(dag, _as_schedule(dag.n, intervals))[1] <= budget
 
 
 def _unit(values: Sequence[float]) -> float:
@@ -173,32 +194,33 @@ def _event(stage: int, node: int) -> int:
 
 def _ask(program: _Program) -> _Answer:
     """Have a process of its own solve a program; it is stopped if this one is interrupted."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("DELTA_")
-    }
-    paths = [str(Path(__file__).resolve().parents[2]), environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    start = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
     begin = time.monotonic()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "delta_runtime.planners.moccasin"],
+            [sys.executable or "python3", "-c", start],
             input=json.dumps(asdict(program)),
             capture_output=True,
             text=True,
-            env=environment,
             timeout=program.time_limit_s + _TO_STOP_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
         return _Answer(None, 0.0, impossible=False)
-    if done.returncode != 0:
-        last_words = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+    except OSError as error:
+        raise SolverFailed(
+            "moccasin: the solver's process did not start.", found=str(error)
+        ) from error
+    last_words = [*done.stderr.strip().splitlines(), *done.stdout.strip().splitlines()][-1:]
+    try:
+        plain = json.loads(done.stdout.strip().splitlines()[-1])
+        intervals = plain["intervals"]
+    except (ValueError, IndexError, KeyError, TypeError) as error:
         raise SolverFailed(
             "moccasin: the solver's process ended without an answer.",
-            found=f"exit status {done.returncode} after {time.monotonic() - begin:.0f} s: {last_words[0]}",
-        )
-    plain = json.loads(done.stdout)
-    intervals = plain["intervals"]
+            found=f"exit status {done.returncode} after {time.monotonic() - begin:.0f} s; its last "
+            f"words: {last_words[0] if last_words else 'none'}",
+        ) from error
     return _Answer(
         None if intervals is None else [(node, first, last) for node, first, last in intervals],
         plain["bound"],
@@ -263,6 +285,8 @@ def _answer(program: _Program) -> _Answer:
     solver.parameters.relative_gap_limit = program.gap
     solver.parameters.random_seed = 0
     status = solver.solve(model)
+    if status == cp_model.MODEL_INVALID:
+        raise ValueError(model.validate())
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return _Answer(None, 0.0, impossible=status == cp_model.INFEASIBLE)
     intervals = [
@@ -271,7 +295,11 @@ def _answer(program: _Program) -> _Answer:
         for each in of_node
         if solver.value(each.there)
     ]
-    return _Answer(intervals, solver.best_objective_bound, impossible=False)
+    # A rounded cost is off by half a unit for each run.
+    off = 0.0 if program.cost_unit == 1 else 0.5 * n * program.most_runs
+    return _Answer(
+        intervals, (solver.best_objective_bound - off) * program.cost_unit, impossible=False
+    )
 
 
 def _find(model: Any, reading: _Kept, read: Sequence[_Kept]) -> None:
@@ -287,10 +315,6 @@ def _find(model: Any, reading: _Kept, read: Sequence[_Kept]) -> None:
 
 
 def main() -> None:
-    """Read a program from standard input, and write the answer to standard output."""
+    """Read a program from standard input, and write the answer as the last line of standard output."""
     program = _Program(**json.load(sys.stdin))
-    json.dump(asdict(_answer(program)), sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+    print("\n" + json.dumps(asdict(_answer(program))), flush=True)  # noqa: T201

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
@@ -70,15 +71,39 @@ def test_a_node_runs_no_more_often_than_is_said(here):
 def test_sizes_and_costs_of_any_unit(factor, here):
     deps, cpu, ram = COLUMNS
     sizes, costs = [factor * each for each in ram], [factor * each for each in cpu]
-    found = moccasin.solve(deps, costs, sizes, factor * 4 * (1 + 1e-9))
+    found = moccasin.solve(deps, costs, sizes, factor * 4)
     assert found.objective == pytest.approx(factor * 11)
     assert found.bound <= found.objective <= found.bound * (1 + 1e-6)
+
+
+def test_what_fits_by_a_hair_is_found(here):
+    """Sums of such sizes are off by rounding; the optimum holds just the budget."""
+    columns = [[], [0], [1], [0, 2]], [1, 1, 1, 1], [0.1, 0.5, 0.5, 0.1]
+    found = moccasin.solve(*columns, 1.0)
+    assert (found.objective, found.bound) == (5, pytest.approx(5))
+    assert moccasin.solve(*columns, 1.0 - 1e-6) is None or found.peak <= 1.0
+
+
+def test_numbers_of_numpy_and_no_limit(here):
+    deps, cpu, ram = COLUMNS
+    deps = [list(np.array(each, np.int64)) for each in deps]
+    columns = deps, np.array(cpu), np.array(ram)
+    assert moccasin.solve(*columns, np.int64(4), time_limit_s=float("inf")).objective == 11
 
 
 def test_without_an_answer_the_last_words_are_told(monkeypatch):
     monkeypatch.setattr(moccasin.sys, "executable", "/bin/false")
     with pytest.raises(SolverFailed, match="exit status 1"):
         moccasin.solve(*COLUMNS, 4)
+    monkeypatch.setattr(moccasin.sys, "executable", "/nowhere/python")
+    with pytest.raises(SolverFailed, match="did not start"):
+        moccasin.solve(*COLUMNS, 4)
+
+
+def test_what_others_print_in_the_process_is_no_answer(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("print('hello')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert moccasin.solve(*COLUMNS, 4).objective == 11
 
 
 def test_out_of_time_is_told_from_impossible(monkeypatch):
