@@ -108,6 +108,13 @@ class Contraction:
         of_values = plan.intervals()
         of_groups = [of_values[value] for value in self.graph.saved.tolist()]
         begins = self._begin_ops(of_groups)
+        needed = needed_ops(whole, [each.tolist() for each in self.asked])
+
+        def may(row: int, end: int) -> int:
+            """Return the op before which a member may leave first whose group leaves before an op."""
+            before = int(self.op_begin[end])
+            return max([int(self.leaves[row]), *(op + 1 for op in needed[row] if op < before)])
+
         for group, rows in enumerate(self.groups):
             all_may = int(self.leaves[rows].max())
             for row in rows.tolist():
@@ -115,7 +122,7 @@ class Contraction:
                 intervals[value] = [
                     Interval(
                         made_at[value] if number == 0 else tick[begins[each.begin]],
-                        tick[self._end_op(each.end, int(self.leaves[row]), all_may, begins)],
+                        tick[self._end_op(each.end, may(row, each.end), all_may, begins)],
                         each.exit,
                         each.copy_back_at
                         if each.copy_back_at == NEVER

@@ -6,9 +6,9 @@ cover whether another plan is better.
 
 Note: the account
   1. At each op live bytes are those of the ordinary step, its watermark included, less what is away.
-  2. Autograd asks for a value between two ops. That, and what is rebuilt for it, is charged to the first of
-     the two. The node that asked holds the value until another one asks for something, whatever the plan says.
-     What the program let go of before the first op is not found.
+  2. Autograd asks for a value, once it is made, between two ops. That, and what is rebuilt for it, is charged to
+     the first of the two. The node that asked holds the value until another one asks for something, whatever
+     the plan says. What the program let go of before the first op begins is not found.
   3. A rebuild holds more for a moment: what it passes through, and the workspace of its ops. That comes on
      top of what is live between the two ops, where what the first held for a moment has gone.
   4. Copies go through one lane in each direction, one after the other. A copy out starts when forward has
@@ -146,7 +146,9 @@ class _Walk:
         asked: dict[int, list[int]] = {op: [] for op in range(-1, graph.n_ops)}
         for row, value in enumerate(graph.saved.tolist()):
             for tick in graph.uses[graph.use_offsets[row] : graph.use_offsets[row + 1]].tolist():
-                asked[sum(at <= tick for at in graph.op_tick.tolist()) - 1].append(value)
+                op = sum(at <= tick for at in graph.op_tick.tolist()) - 1
+                if op >= graph.value_op[value]:  # else it is of no use to anybody yet
+                    asked[op].append(value)
         for op in range(graph.n_ops):
             tick = int(graph.op_tick[op])
             self._leave(op, tick)
