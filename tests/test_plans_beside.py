@@ -195,8 +195,8 @@ def test_ctrl_c_while_waiting_leaves_a_runtime_that_works(gate):
     main = threading.main_thread().ident
     assert main is not None
     timer = threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGINT))
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
+        timer.start()
         runtime.wait_for_plan()
     timer.join()
     gate.is_open.set()
