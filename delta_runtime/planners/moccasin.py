@@ -284,6 +284,7 @@ def _answer(program: _Program) -> _Answer:
     solver.parameters.max_time_in_seconds = program.time_limit_s
     solver.parameters.relative_gap_limit = program.gap
     solver.parameters.random_seed = 0
+    solver.parameters.catch_sigint_signal = False  # it would leave Ctrl-C as the system has it
     status = solver.solve(model)
     if status == cp_model.MODEL_INVALID:
         raise ValueError(model.validate())

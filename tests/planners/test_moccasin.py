@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 
 import numpy as np
@@ -56,6 +57,12 @@ def test_no_schedule_is_cheaper(instance):
 def test_a_process_of_its_own_says_the_same():
     assert moccasin.solve(*COLUMNS, 4).objective == 11
     assert moccasin.solve(*COLUMNS, 2) is None
+
+
+def test_ctrl_c_is_what_it_was(here):
+    moccasin.solve(*COLUMNS, 4)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_a_node_runs_no_more_often_than_is_said(here):
