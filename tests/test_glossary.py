@@ -18,8 +18,8 @@ _PLAIN = """
     modification movable name needs next now number offsets on only ordinary out outcome outdated output outs
     over overdue parents peak per persistent planning possible predicted process publish queue queued rank
     ratios read reads record refusals repeats report rest result rises runs searched seconds seed seen size span
-    standing strict table tensors text threads time times to totals trace uncounted unhashed unit usage use uses vain
-    wait walk warnings weights whole with work world write writes written
+    standing strict table taken tensors text threads time times to totals trace uncounted unhashed unit usage use
+    uses vain wait walk warnings weights whole with work world write writes written
 """
 PLAIN = set(_PLAIN.split())
 """Words that mean here what they mean anywhere."""

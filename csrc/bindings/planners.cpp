@@ -10,6 +10,7 @@
 #include "planners/cover.h"
 #include "planners/evaluation.h"
 #include "planners/presence_search.h"
+#include "planners/reruns.h"
 
 namespace delta {
 namespace {
@@ -46,17 +47,35 @@ planners::SavedStep saved_step(int64_t n_ops, const Floats& bytes, const Ints& b
   return {n_ops, copied(bytes), copied(begin), copied(own_need), lists(parent_offsets, parents)};
 }
 
+void bind_reruns(py::module_& m) {
+  const auto reruns = [](const Floats& seconds, const Floats& workspace, const Floats& bytes,
+                         const Ints& row, const Ints& make_offsets, const Ints& makes,
+                         const Ints& read_offsets, const Ints& reads, const Ints& op_offsets,
+                         const Ints& ops) {
+    planners::RerunColumns columns{
+        copied(seconds),       copied(workspace),          copied(bytes),
+        copied(row),           lists(make_offsets, makes), lists(read_offsets, reads),
+        lists(op_offsets, ops)};
+    columns.check();
+    return columns;
+  };
+  py::class_<planners::RerunColumns>(m, "Reruns",
+                                     "What making dropped values again takes; "
+                                     "csrc/planners/reruns.h.")
+      .def(py::init(reruns), py::kw_only(), py::arg("seconds"), py::arg("workspace"),
+           py::arg("bytes"), py::arg("row"), py::arg("make_offsets"), py::arg("makes"),
+           py::arg("read_offsets"), py::arg("reads"), py::arg("op_offsets"), py::arg("ops"));
+}
+
 std::unique_ptr<planners::Evaluation> evaluation(
     const Floats& bytes, const Ints& begin, const Ints& own_need, const Ints& parent_offsets,
     const Ints& parents, const Floats& base, const Floats& spare, const Ints& made_at,
-    const Floats& seconds, const Floats& work_bytes, const Ints& gone, const Ints& use_op,
-    const Ints& use_row, const std::vector<Floats>& lanes, const Ints& by_begin) {
+    const Ints& gone, const Ints& use_op, const Ints& use_row, const planners::RerunColumns& reruns,
+    const std::vector<Floats>& lanes, const Ints& by_begin) {
   planners::Played played{saved_step(base.size(), bytes, begin, own_need, parent_offsets, parents),
                           copied(base),
                           copied(spare),
                           copied(made_at),
-                          copied(seconds),
-                          copied(work_bytes),
                           copied(gone),
                           copied(use_op),
                           copied(use_row)};
@@ -66,7 +85,7 @@ std::unique_ptr<planners::Evaluation> evaluation(
     laid = {copied(lanes[0]), copied(lanes[1]), copied(lanes[2]),
             copied(lanes[3]), copied(lanes[4]), copied(by_begin)};
   }
-  return std::make_unique<planners::Evaluation>(std::move(played), std::move(laid));
+  return std::make_unique<planners::Evaluation>(std::move(played), reruns, std::move(laid));
 }
 
 py::tuple play(planners::Evaluation& self, const Mask& dropped, const Mask& dropped_twice,
@@ -88,9 +107,8 @@ void bind_evaluation(py::module_& m) {
       "Plays backward with a choice; csrc/planners/evaluation.h. For one thread at a time.")
       .def(py::init(&evaluation), py::kw_only(), py::arg("bytes"), py::arg("begin"),
            py::arg("own_need"), py::arg("parent_offsets"), py::arg("parents"), py::arg("base"),
-           py::arg("spare"), py::arg("made_at"), py::arg("seconds"), py::arg("work_bytes"),
-           py::arg("gone"), py::arg("use_op"), py::arg("use_row"), py::arg("lanes"),
-           py::arg("by_begin"))
+           py::arg("spare"), py::arg("made_at"), py::arg("gone"), py::arg("use_op"),
+           py::arg("use_row"), py::arg("reruns"), py::arg("lanes"), py::arg("by_begin"))
       .def("play", &play, py::arg("dropped"), py::arg("dropped_twice"), py::arg("swapped"),
            "Seconds, bytes too much at each op, and the op from which each value is back (-1: "
            "none). Runs without the GIL.");
@@ -135,14 +153,13 @@ std::vector<uint8_t> flags(const Mask& mask) {
 }
 
 std::unique_ptr<planners::PresenceSearch> presence_search(
-    const Floats& bytes, const Floats& seconds, const Floats& workspace, const Ints& parent_offsets,
-    const Ints& parents, const Ints& first, const Ints& end, const Ints& leaves, const Mask& fixed,
-    const Ints& asked_offsets, const Ints& asked, const Ints& pinned_offsets, const Ints& pinned,
-    const Floats& room, const Floats& spare, const Floats& rest_room, const Floats& forward_room,
-    const Mask& there) {
+    const Floats& bytes, const Floats& seconds, const planners::RerunColumns& reruns,
+    const Ints& parent_offsets, const Ints& parents, const Ints& first, const Ints& end,
+    const Ints& leaves, const Mask& fixed, const Ints& asked_offsets, const Ints& asked,
+    const Ints& pinned_offsets, const Ints& pinned, const Floats& room, const Floats& spare,
+    const Floats& rest_room, const Floats& forward_room, const Mask& there) {
   planners::Slots slots{copied(bytes),
                         copied(seconds),
-                        copied(workspace),
                         lists(parent_offsets, parents),
                         copied(first),
                         copied(end),
@@ -154,7 +171,7 @@ std::unique_ptr<planners::PresenceSearch> presence_search(
                         copied(spare),
                         copied(rest_room),
                         copied(forward_room)};
-  return std::make_unique<planners::PresenceSearch>(std::move(slots), flags(there));
+  return std::make_unique<planners::PresenceSearch>(std::move(slots), reruns, flags(there));
 }
 
 void bind_presence_search(py::module_& m) {
@@ -163,7 +180,7 @@ void bind_presence_search(py::module_& m) {
       m, "PresenceSearch",
       "Looks for when values are there; csrc/planners/presence_search.h. For one thread at a time.")
       .def(py::init(&presence_search), py::kw_only(), py::arg("bytes"), py::arg("seconds"),
-           py::arg("workspace"), py::arg("parent_offsets"), py::arg("parents"), py::arg("first"),
+           py::arg("reruns"), py::arg("parent_offsets"), py::arg("parents"), py::arg("first"),
            py::arg("end"), py::arg("leaves"), py::arg("fixed"), py::arg("asked_offsets"),
            py::arg("asked"), py::arg("pinned_offsets"), py::arg("pinned"), py::arg("room"),
            py::arg("spare"), py::arg("rest_room"), py::arg("forward_room"), py::arg("there"))
@@ -186,6 +203,7 @@ void bind_presence_search(py::module_& m) {
 
 void bind_planners(py::module_& m) {
   auto planners = m.def_submodule("planners", "The inner loops of the planners.");
+  bind_reruns(planners);
   bind_evaluation(planners);
   bind_cover(planners);
   bind_presence_search(planners);

@@ -13,9 +13,6 @@ size_t at_(int64_t index) { return static_cast<size_t>(index); }
 void check(const Played& played) {
   const auto& step = played.step;
   step.check();
-  for (const auto* column : {&played.seconds, &played.work_bytes}) {
-    check_count(column->size(), step.n_saved());
-  }
   check_count(played.made_at.size(), step.n_saved());
   check_count(played.gone.size(), step.n_saved());
   check_count(played.base.size(), step.n_ops);
@@ -40,9 +37,10 @@ void check(const Lanes& lanes, int64_t n_saved, int64_t n_ops) {
 
 }  // namespace
 
-Evaluation::Evaluation(Played played, Lanes lanes)
-    : played_(std::move(played)), lanes_(std::move(lanes)) {
+Evaluation::Evaluation(Played played, RerunColumns reruns, Lanes lanes)
+    : played_(std::move(played)), reruns_(std::move(reruns)), lanes_(std::move(lanes)) {
   check(played_);
+  check_count(at_(reruns_.n_rows()), n_saved());
   check(lanes_, n_saved(), n_ops());
   made_last_first_.resize(at_(n_saved()));
   std::iota(made_last_first_.begin(), made_last_first_.end(), 0);
@@ -51,8 +49,6 @@ Evaluation::Evaluation(Played played, Lanes lanes)
   });
   asked_after_.resize(at_(n_saved()));
   seen_.assign(at_(n_saved()), 0);
-  last_reader_.assign(at_(n_saved()), -1);
-  ends_.assign(at_(n_saved()), 0.0);
   away_from_.assign(at_(n_saved()), 0);
 }
 
@@ -169,46 +165,24 @@ void Evaluation::find_missing(int64_t row, int64_t at) {
   });
 }
 
-// Makes one of them. Returns the most bytes that this holds for a moment.
-double Evaluation::take(int64_t made, int64_t row, int64_t at, const uint8_t* dropped_twice,
-                        Outcome& outcome, double& passing) {
-  const auto& step = played_.step;
-  outcome.seconds += played_.seconds[at_(made)];
-  double most = passing + played_.work_bytes[at_(made)];
-  const bool goes_again = dropped_twice[made] != 0 && step.own_need[at_(made)] > at;
-  if (made != row && (goes_again || played_.gone[at_(made)] <= at)) {
-    passing += step.bytes[at_(made)];
-    const int64_t reader = last_reader_[at_(made)];
-    ends_[at_(reader < 0 ? made : reader)] += step.bytes[at_(made)];
-    most = std::max(most, passing);
-  } else if (resident_[at_(made)] == 0) {
-    resident_[at_(made)] = 1;
-    outcome.back[at_(made)] = at;
-    away_[at_(at)] -= step.bytes[at_(made)];
-  }
-  passing -= std::exchange(ends_[at_(made)], 0.0);
-  return most;
-}
-
+// Returns the most bytes that making a value again holds for a moment.
 double Evaluation::rebuild(int64_t row, int64_t at, const uint8_t* dropped_twice,
                            Outcome& outcome) {
   find_missing(row, at);
+  const auto stays = [&](int64_t made) {
+    const bool goes_again = dropped_twice[made] != 0 && played_.step.own_need[at_(made)] > at;
+    return made == row || !(goes_again || played_.gone[at_(made)] <= at);
+  };
+  const Taken taken = reruns_.run(todo_, stays);
+  outcome.seconds += taken.seconds;
   for (const int64_t made : todo_) {
-    last_reader_[at_(made)] = -1;
-  }
-  for (const int64_t made : todo_) {
-    for (const int64_t parent : played_.step.parents.of(made)) {
-      if (seen_[at_(parent)] == mark_) {
-        last_reader_[at_(parent)] = made;
-      }
+    if (stays(made) && resident_[at_(made)] == 0) {
+      resident_[at_(made)] = 1;
+      outcome.back[at_(made)] = at;
+      away_[at_(at)] -= played_.step.bytes[at_(made)];
     }
   }
-  double most = 0.0;
-  double passing = 0.0;
-  for (const int64_t made : todo_) {
-    most = std::max(most, take(made, row, at, dropped_twice, outcome, passing));
-  }
-  return most;
+  return taken.held;
 }
 
 Outcome Evaluation::play(const uint8_t* dropped, const uint8_t* dropped_twice,

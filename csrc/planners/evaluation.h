@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "planners/reruns.h"
 #include "planners/saved_step.h"
 
 namespace delta::planners {
@@ -15,14 +16,12 @@ namespace delta::planners {
 // Columns as of `Evaluator`.
 struct Played {
   SavedStep step;
-  std::vector<double> base;        // bytes too much at each op with nothing away
-  std::vector<double> spare;       // that a rebuild behind each op may hold for a moment
-  std::vector<int64_t> made_at;    // the value number of each saved value
-  std::vector<double> seconds;     // of rebuilding it
-  std::vector<double> work_bytes;  // that this holds for a moment
-  std::vector<int64_t> gone;       // the op from which nobody holds it
-  std::vector<int64_t> use_op;     // in order: the op behind which something is asked for,
-  std::vector<int64_t> use_row;    // and what
+  std::vector<double> base;      // bytes too much at each op with nothing away
+  std::vector<double> spare;     // that a rebuild behind each op may hold for a moment
+  std::vector<int64_t> made_at;  // the value number of each saved value
+  std::vector<int64_t> gone;     // the op from which nobody holds it
+  std::vector<int64_t> use_op;   // in order: the op behind which something is asked for,
+  std::vector<int64_t> use_row;  // and what
 };
 
 // Columns as of `LaneTimes`; `by_begin` is empty where there are no lanes.
@@ -45,7 +44,7 @@ struct Outcome {
 class Evaluation {
  public:
   // Throws std::invalid_argument where columns do not fit each other.
-  Evaluation(Played played, Lanes lanes);
+  Evaluation(Played played, RerunColumns reruns, Lanes lanes);
 
   int64_t n_saved() const { return played_.step.n_saved(); }
   int64_t n_ops() const { return played_.step.n_ops; }
@@ -59,11 +58,10 @@ class Evaluation {
   bool is_there(int64_t row, int64_t at) const;
   double rebuild(int64_t row, int64_t at, const uint8_t* dropped_twice, Outcome& outcome);
   void find_missing(int64_t row, int64_t at);
-  double take(int64_t made, int64_t row, int64_t at, const uint8_t* dropped_twice, Outcome& outcome,
-              double& passing);
   void sort_by_need(const uint8_t* swapped);
 
   Played played_;
+  Reruns reruns_;
   Lanes lanes_;
   std::vector<int64_t> made_last_first_;
   // Of the call that goes on:
@@ -77,8 +75,6 @@ class Evaluation {
   std::vector<int64_t> stack_;
   std::vector<int64_t> seen_;  // the mark of the rebuild that each row was seen in last
   int64_t mark_ = 0;
-  std::vector<int64_t> last_reader_;
-  std::vector<double> ends_;  // bytes that go once a row is made
   std::vector<int64_t> by_need_;
   std::vector<int64_t> first_of_need_;
   std::vector<int64_t> away_from_;

@@ -22,9 +22,7 @@ constexpr double kNothing = 1e-12;  // seconds: less is no gain
 void check(const Slots& slots) {
   const int64_t n = slots.n_values();
   const int64_t k = slots.n_slots();
-  for (const auto* column : {&slots.seconds, &slots.workspace}) {
-    check_count(column->size(), n);
-  }
+  check_count(slots.seconds.size(), n);
   for (const auto* column : {&slots.first, &slots.end, &slots.leaves}) {
     check_count(column->size(), n);
   }
@@ -46,9 +44,10 @@ void check(const Slots& slots) {
 
 }  // namespace
 
-PresenceSearch::PresenceSearch(Slots slots, std::vector<uint8_t> there)
-    : slots_(std::move(slots)), there_(std::move(there)) {
+PresenceSearch::PresenceSearch(Slots slots, RerunColumns reruns, std::vector<uint8_t> there)
+    : slots_(std::move(slots)), reruns_(std::move(reruns)), there_(std::move(there)) {
   check(slots_);
+  check_count(at_(reruns_.n_rows()), slots_.n_values());
   const int64_t n = slots_.n_values();
   const int64_t k = slots_.n_slots();
   offsets_.assign(1, 0);
@@ -69,8 +68,6 @@ PresenceSearch::PresenceSearch(Slots slots, std::vector<uint8_t> there)
   slot_.resize(at_(k));
   seen_.assign(at_(n), 0);
   made_in_.assign(at_(n), 0);
-  last_reader_.assign(at_(n), -1);
-  ends_.assign(at_(n), 0.0);
   forward_sum_.assign(slots_.forward_room.size(), 0.0);
   for (int64_t i = 0; i < n; ++i) {
     if (slots_.fixed[at_(i)] == 0) {
@@ -139,32 +136,20 @@ void PresenceSearch::bring(int64_t value, int64_t slot, Made& into) {
       }
     }
   }
-  std::sort(chain_.begin(), chain_.end());
-  for (const int64_t made : chain_) {
-    last_reader_[at_(made)] = made;
-    for (const int64_t parent : slots_.parents.of(made)) {
-      if (seen_[at_(parent)] == mark_) {
-        last_reader_[at_(parent)] = made;
-      }
-    }
+  work_ += static_cast<int64_t>(chain_.size());
+  if (record_ != nullptr) {
+    record_->insert(record_->end(), chain_.begin(), chain_.end());
   }
-  double passing = 0.0;
+  const auto stays = [&](int64_t made) {
+    return made == who_ ? as_ != As::Away : is_there(made, slot);
+  };
+  const Taken taken = reruns_.run(chain_, stays);
+  into.seconds += taken.seconds;
+  into.held = std::max(into.held, taken.held);
   for (const int64_t made : chain_) {
-    ++work_;
-    if (record_ != nullptr) {
-      record_->push_back(made);
-    }
-    into.seconds += slots_.seconds[at_(made)];
-    into.held = std::max(into.held, passing + slots_.workspace[at_(made)]);
-    const bool stays = made == who_ ? as_ != As::Away : is_there(made, slot);
-    if (stays) {
+    if (stays(made)) {
       made_in_[at_(made)] = slot_mark_;
-    } else {
-      passing += slots_.bytes[at_(made)];
-      into.held = std::max(into.held, passing);
-      ends_[at_(last_reader_[at_(made)])] += slots_.bytes[at_(made)];
     }
-    passing -= std::exchange(ends_[at_(made)], 0.0);
   }
 }
 

@@ -9,18 +9,18 @@
 #include <cstdint>
 #include <vector>
 
+#include "planners/reruns.h"
 #include "planners/saved_step.h"
 
 namespace delta::planners {
 
 // Columns as of `Slots`.
 struct Slots {
-  std::vector<double> bytes;      // of each value; they are in the order in which they are made
-  std::vector<double> seconds;    // of rebuilding it
-  std::vector<double> workspace;  // that this holds beside it
-  Lists parents;                  // what each is rebuilt from
-  std::vector<int64_t> first;     // slot from which it may be away
-  std::vector<int64_t> end;       // slot from which it is let go of
+  std::vector<double> bytes;    // of each value; they are in the order in which they are made
+  std::vector<double> seconds;  // of rebuilding it
+  Lists parents;                // what each is rebuilt from
+  std::vector<int64_t> first;   // slot from which it may be away
+  std::vector<int64_t> end;     // slot from which it is let go of
   std::vector<int64_t> leaves;  // limit of forward from which on it counts; -1: it stays in forward
   std::vector<uint8_t> fixed;   // whether it is not moved
   Lists asked;                  // what is asked for in each slot, in order
@@ -46,7 +46,7 @@ class PresenceSearch {
  public:
   // `there`: of each value, one after the other, whether it is there in forward and in each of its
   // slots. Throws std::invalid_argument where columns do not fit each other.
-  PresenceSearch(Slots slots, std::vector<uint8_t> there);
+  PresenceSearch(Slots slots, RerunColumns reruns, std::vector<uint8_t> there);
 
   // Goes on for at least so many units of work. Returns whether it is through: so many turns in a
   // row found nothing better.
@@ -97,6 +97,7 @@ class PresenceSearch {
   uint64_t random(uint64_t most);
 
   Slots slots_;
+  Reruns reruns_;
   std::vector<int64_t> offsets_;
   std::vector<uint8_t> there_;
   std::vector<uint8_t> pinned_;  // as `there_`
@@ -124,8 +125,6 @@ class PresenceSearch {
   int64_t mark_ = 0;
   std::vector<int64_t> made_in_;  // the mark of the slot that each was made in last
   int64_t slot_mark_ = 0;
-  std::vector<int64_t> last_reader_;
-  std::vector<double> ends_;
   int64_t who_ = -1;
   As as_ = As::There;
   std::vector<int64_t>* record_ = nullptr;

@@ -136,6 +136,8 @@ void Replay::make_rerun(Value& root, Rerun& rerun, PagePtrs& wanted) {
     rerun.ops.push_back(c10::intrusive_ptr<OpRecord>::reclaim_copy(op));
     stack.pop_back();
   }
+  std::stable_sort(rerun.ops.begin(), rerun.ops.end(),
+                   [](const auto& a, const auto& b) { return a->tick < b->tick; });
   auto slot_of = [&](Value& v) -> Slot& {
     auto& slot = rerun.slots[&v];
     if (!slot.value) {
@@ -407,10 +409,6 @@ bool Replay::run_once(Page& page, Attempt& attempt) {
   if (attempt.from_scratch && attempt.any_dropped) {
     attempt.any_dropped = drop_starts(rerun);
     return false;  // with a rerun that starts further back; that may go in turn
-  }
-  if (attempt.from_scratch) {
-    std::stable_sort(rerun.ops.begin(), rerun.ops.end(),
-                     [](const auto& a, const auto& b) { return a->tick < b->tick; });
   }
   const int64_t limit = account_.limit_bytes();
   const bool gives_up = attempt.early || (!attempt.from_scratch && !now_.hopeless);

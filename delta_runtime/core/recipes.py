@@ -6,6 +6,7 @@ the runtime runs one (csrc/rebuild).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,6 +36,11 @@ class Lists:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         items = (item for each in lists for item in each)
         return cls(offsets, np.fromiter(items, np.int64, int(offsets[-1])))
+
+    def as_lists(self) -> list[list[int]]:
+        """Return each of them."""
+        items = self.items.tolist()
+        return [items[low:high] for low, high in itertools.pairwise(self.offsets.tolist())]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,16 +123,3 @@ def _lasts(graph: StepGraph, parents: list[Ints], repeats: Mask) -> Ints:
 def rebuild_seconds(graph: StepGraph, recipes: Recipes) -> list[float]:
     """Return the seconds that making each saved value again takes, from what it is rebuilt from."""
     return [float(graph.rerun_seconds[ops].sum()) for ops in recipes.ops]
-
-
-def workspaces_of(graph: StepGraph, recipes: Recipes) -> list[float]:
-    """Return what making each saved value again holds beside it, in bytes, by the account of the judge of plans.
-
-    All else that the ops of its recipe make, and the largest workspace among them.
-    """
-    made = np.bincount(graph.value_op, weights=graph.value_bytes, minlength=graph.n_ops)
-    spare = np.maximum(graph.op_watermark_bytes - made, 0)
-    return [
-        float(made[ops].sum() - graph.saved_bytes[row] + spare[ops].max(initial=0))
-        for row, ops in enumerate(recipes.ops)
-    ]

@@ -203,7 +203,8 @@ def plan(
         budget_bytes: what may be live at any moment.
         tiers: not used; this planner copies nothing.
         most_ops: that the step is contracted to.
-        time_limit_s: for the solver; after so long the best plan so far is taken.
+        time_limit_s: for the solver, in all its turns; after so long the best plan so far is taken. Building the
+            programs, and naming a budget where none fits, come on top.
         gap: stop where the seconds are within this share of the bound.
 
     Raises:
@@ -229,7 +230,12 @@ def plan(
         return min(told, key=lambda plan: plan.predicted_peak_bytes)
 
     result = fit(
-        graph, budget_bytes, at, smallest, turns=2, bound_s=lambda: max(bounds, default=None)
+        graph,
+        budget_bytes,
+        at,
+        smallest,
+        most_s=time_limit_s,
+        bound_s=lambda: max(bounds, default=None),
     )
     if result.feasible:
         return result

@@ -26,6 +26,8 @@ Note: nothing is made to look smaller than it is
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -33,7 +35,8 @@ from typing import NamedTuple
 import numpy as np
 
 from delta_runtime.core.plan import NEVER, Interval, Plan
-from delta_runtime.core.recipes import Recipes, rebuild_seconds, recipes_of, workspaces_of
+from delta_runtime.core.recipes import Recipes, rebuild_seconds, recipes_of
+from delta_runtime.core.reruns import Reruns
 from delta_runtime.core.step_graph import Floats, Ints, Mask, StepGraph
 from delta_runtime.planners.greedy_drops import GreedyCover
 from delta_runtime.planners.presence import (
@@ -312,12 +315,17 @@ class _Contracting:
 
     def contracted(self, recipes: Recipes) -> StepGraph:
         whole, n = self.whole, len(self.op_begin) - 1
-        recipes = self._outlasting(recipes)
+        reruns = Reruns(whole, recipes)
+        recipes, again = self._outlasting(recipes)
+        needs = [
+            reruns.run(rows, functools.partial(operator.eq, row)).held
+            for row, rows in enumerate(again)
+        ]
         gone = [self._gone(rows) for rows in self.groups]
         made = [self._op_of(_made(whole, rows)) for rows in self.groups]
         ordinary = self._ordinary(gone)
         begins, ends = self.op_begin[:-1], self.op_begin[1:]
-        values = self._values(made, recipes)
+        values = self._values(made, needs)
         saved = np.flatnonzero([group >= 0 for _, group, _ in values])
         most, when_asked = self._live(ordinary, values, gone)
         needed = needed_ops(whole, [each.tolist() for each in self.asked])
@@ -366,17 +374,21 @@ class _Contracting:
             contracted=True,
         )
 
-    def _values(self, made: Sequence[int], recipes: Recipes) -> list[_Value]:
-        """Return groups, and behind those of one op what rebuilding them holds for a moment (rule 5)."""
+    def _values(self, made: Sequence[int], needs: Sequence[float]) -> list[_Value]:
+        """Return groups, and behind those of one op what rebuilding them holds for a moment (rule 5).
+
+        Args:
+            made: op that makes each group.
+            needs: what rebuilding each saved value holds beside it.
+        """
         whole = self.whole
-        workspaces = workspaces_of(whole, recipes)
         values: list[_Value] = []
         momentary: dict[int, int] = {}
         for group, (rows, op) in enumerate(zip(self.groups, made, strict=True)):
             values.append(_Value(op, group, int(whole.saved_bytes[rows].sum())))
-            needs = int(max(workspaces[row] for row in rows.tolist()))
-            momentary[op] = max(momentary.get(op, 0), needs)
-        values += [_Value(op, _NO_GROUP, needs) for op, needs in momentary.items() if needs > 0]
+            most = int(max(needs[row] for row in rows.tolist()))
+            momentary[op] = max(momentary.get(op, 0), most)
+        values += [_Value(op, _NO_GROUP, most) for op, most in momentary.items() if most > 0]
         return sorted(values, key=lambda value: value.op)
 
     def _op_of(self, op: int) -> int:
@@ -398,22 +410,26 @@ class _Contracting:
             ops.update(range(max(needed[row], default=int(gone_op[row])), int(gone_op[row])))
         return sorted({self._op_of(op) for op in ops})
 
-    def _outlasting(self, recipes: Recipes) -> Recipes:
-        """Return recipes in which what goes while it is still read is made again each time (rule 6)."""
+    def _outlasting(self, recipes: Recipes) -> tuple[Recipes, list[list[int]]]:
+        """Return recipes in which what goes while it is still read is made again each time (rule 6).
+
+        And for each row the rows that it is rebuilt through, itself included.
+        """
         gone_op = gone_ops(self.whole)
         group_of = {int(row): number for number, rows in enumerate(self.groups) for row in rows}
         ops, parents = list(recipes.ops), list(recipes.parents)
+        through = [[row] for row in range(len(ops))]
         latest = [self._last_rebuilt(rows) for rows in self.groups]
         for group in range(len(self.groups) - 1, -1, -1):
             for row in self.groups[group].tolist():
-                again, lasting = _reaching(recipes, row, gone_op > latest[group])
-                ops[row] = np.concatenate([recipes.ops[each] for each in again])
+                through[row], lasting = _reaching(recipes, row, gone_op > latest[group])
+                ops[row] = np.concatenate([recipes.ops[each] for each in through[row]])
                 parents[row] = np.array(lasting, np.int64)
                 for parent in lasting:
                     if parent in group_of:
                         above = group_of[parent]
                         latest[above] = max(latest[above], latest[group])
-        return replace(recipes, ops=ops, parents=parents)
+        return replace(recipes, ops=ops, parents=parents), through
 
     def _last_rebuilt(self, rows: Ints) -> int:
         """Return the last op of the whole behind which a group is rebuilt for itself; -1 if nobody asks for it."""

@@ -16,7 +16,8 @@ import numpy as np
 
 from delta_runtime.core import compiled
 from delta_runtime.core.interrupts import give_way
-from delta_runtime.core.recipes import rebuild_seconds, workspaces_of
+from delta_runtime.core.recipes import rebuild_seconds
+from delta_runtime.core.reruns import Reruns
 from delta_runtime.core.step_graph import Floats, Ints, Mask
 from delta_runtime.planners.greedy_drops import GreedyCover
 from delta_runtime.planners.presence import spare_behind
@@ -65,7 +66,7 @@ class Evaluator:
         self.made_at = graph.saved.tolist()
         self.own_need = cover.own_need.tolist()
         self.seconds = rebuild_seconds(graph, cover.recipes)
-        self.work_bytes = workspaces_of(graph, cover.recipes)
+        self.reruns = Reruns(graph, cover.recipes)
         self.spare = spare_behind(graph)
         self.parents = [parents.tolist() for parents in cover.recipes.parents]
         self.made_last_first = np.argsort(graph.saved, kind="stable")[::-1].tolist()
@@ -93,8 +94,7 @@ class Evaluator:
             base=self.base,
             spare=self.spare,
             made_at=self.graph.saved,
-            seconds=self.seconds,
-            work_bytes=self.work_bytes,
+            reruns=self.reruns.compiled(),
             gone=self.gone,
             use_op=self.use_op,
             use_row=self.use_row,
@@ -170,27 +170,20 @@ class Evaluator:
                     if parent not in todo and not is_there(parent, at):
                         todo.add(parent)
                         stack.append(parent)
-            order = sorted(todo, key=self.made_at.__getitem__)  # parents first
-            last_reader = {
-                parent: made for made in order for parent in self.parents[made] if parent in todo
+            staying = {
+                made
+                for made in todo
+                if made == row
+                or not ((once_more[made] and self.own_need[made] > at) or self.gone[made] <= at)
             }
-            most, passing = 0.0, 0.0
-            ends: dict[int, list[float]] = {}
-            for made in order:
-                seconds += self.seconds[made]
-                most = max(most, passing + self.work_bytes[made])
-                if made != row and (
-                    (once_more[made] and self.own_need[made] > at) or self.gone[made] <= at
-                ):
-                    passing += self.bytes[made]
-                    ends.setdefault(last_reader.get(made, made), []).append(self.bytes[made])
-                    most = max(most, passing)
-                elif not resident[made]:
+            taken = self.reruns.run([*todo], staying.__contains__)
+            seconds += taken.seconds
+            extra[at] = max(extra.get(at, 0.0), taken.held)
+            for made in sorted(staying, key=self.made_at.__getitem__):
+                if not resident[made]:
                     resident[made] = True
                     back[made] = at
                     away[at] -= self.bytes[made]
-                passing -= sum(ends.pop(made, ()))
-            extra[at] = max(extra.get(at, 0.0), most)
         for row in np.flatnonzero(dropped).tolist():
             if back[row] < 0:  # away until the program lets go of it
                 away[max(self.gone[row], self.begin[row])] -= self.bytes[row]

@@ -116,7 +116,7 @@ def searching(slots: Slots, there: Mask) -> Any:
     return compiled.planners.PresenceSearch(
         bytes=slots.bytes,
         seconds=slots.seconds,
-        workspace=slots.workspace,
+        reruns=slots.reruns.compiled(),
         parent_offsets=slots.parents.offsets,
         parents=slots.parents.items,
         first=slots.first,
@@ -175,7 +175,7 @@ class PresenceSearch:
     def __init__(self, slots: Slots, there: Mask) -> None:
         self.bytes: list[float] = slots.bytes.tolist()
         self.seconds_of: list[float] = slots.seconds.tolist()
-        self.workspace: list[float] = slots.workspace.tolist()
+        self.reruns = slots.reruns
         self.parents = _lists(slots.parents.offsets.tolist(), slots.parents.items.tolist())
         self.first: list[int] = slots.first.tolist()
         self.end: list[int] = slots.end.tolist()
@@ -246,31 +246,17 @@ class PresenceSearch:
                 if parent not in chain and not self._is_found(parent, slot):
                     chain.add(parent)
                     todo.append(parent)
-        order = sorted(chain)
-        last_reader = {made: made for made in order}
-        for made in order:
-            for parent in self.parents[made]:
-                if parent in chain:
-                    last_reader[parent] = made
-        seconds, held = into
-        passing = 0.0
-        ends: dict[int, float] = {}
-        for made in order:
-            self.done += 1
-            if touched is not None:
-                touched.add(made)
-            seconds += self.seconds_of[made]
-            held = max(held, passing + self.workspace[made])
-            stays = self.how != _AWAY if made == self.who else self._is_there(made, slot)
-            if stays:
-                self.made_now.add(made)
-            else:
-                passing += self.bytes[made]
-                held = max(held, passing)
-                reader = last_reader[made]
-                ends[reader] = ends.get(reader, 0.0) + self.bytes[made]
-            passing -= ends.pop(made, 0.0)
-        return _Made(seconds, held)
+        self.done += len(chain)
+        if touched is not None:
+            touched |= chain
+        staying = {
+            made
+            for made in chain
+            if (self.how != _AWAY if made == self.who else self._is_there(made, slot))
+        }
+        self.made_now |= staying
+        taken = self.reruns.run([*chain], staying.__contains__)
+        return _Made(into.seconds + taken.seconds, max(into.held, taken.held))
 
     def _make(self, slot: int, value: int, how: int, touched: set[int] | None = None) -> _Made:
         """Return what the rebuilds of a slot take with one value looked at in another way; -1: with none."""

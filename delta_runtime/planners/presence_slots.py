@@ -23,7 +23,8 @@ import numpy as np
 
 from delta_runtime.core.events import Exit
 from delta_runtime.core.plan import Interval, Plan
-from delta_runtime.core.recipes import Lists, Recipes, rebuild_seconds, workspaces_of
+from delta_runtime.core.recipes import Lists, Recipes, rebuild_seconds
+from delta_runtime.core.reruns import Reruns
 from delta_runtime.core.step_graph import Floats, Ints, Mask, StepGraph
 from delta_runtime.planners.presence import Presence, held_until, spare_behind
 
@@ -35,7 +36,8 @@ class Slots:
     Args:
         rows: of `graph.saved`, in the order of all other columns.
         begin: the op of each slot.
-        bytes, seconds, workspace: of each value, of rebuilding it, and what that holds beside it.
+        bytes, seconds: of each value, and of rebuilding it alone.
+        reruns: what rebuilding several takes; their numbers are places in `rows`.
         parents: what each is rebuilt from.
         first, end: slots from which each may be away, and is let go of.
         leaves: limit of forward from which on it counts there; -1 where it stays in forward.
@@ -57,7 +59,7 @@ class Slots:
     begin: Ints
     bytes: Floats
     seconds: Floats
-    workspace: Floats
+    reruns: Reruns
     parents: Lists
     first: Ints
     end: Ints
@@ -110,7 +112,7 @@ def slots_of(
         begin=begin,
         bytes=values.bytes,
         seconds=np.array(rebuild_seconds(graph, recipes), np.float64)[values.rows],
-        workspace=np.array(workspaces_of(graph, recipes), np.float64)[values.rows],
+        reruns=Reruns(graph, recipes).in_order_of(values.rows),
         parents=Lists.of([np.sort(values.place[recipes.parents[row]]) for row in rows]),
         first=values.first,
         end=values.end,

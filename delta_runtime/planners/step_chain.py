@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from delta_runtime.core.plan import Plan
-from delta_runtime.core.recipes import recipes_of, workspaces_of
+from delta_runtime.core.recipes import recipes_of
+from delta_runtime.core.reruns import Reruns
 from delta_runtime.core.step_graph import Floats, Ints, Mask, StepGraph
 from delta_runtime.planners.chain import Action, Chain, Kind
 from delta_runtime.planners.contraction import (
@@ -130,7 +131,7 @@ class StepChain:
         """Return the chain in the notation of `rotor`: seconds, and bytes of the device."""
         graph, n = self.graph, self.length
         bytes_ = graph.saved_bytes
-        workspace = workspaces_of(graph, self.presence.recipes)
+        workspace = Reruns(graph, self.presence.recipes).held_alone()
         seconds = np.nan_to_num(graph.rerun_seconds)
         beside = self.presence.beside(range(len(self.graph.saved)))
         out = [int(bytes_[each.output]) for each in self.stages]

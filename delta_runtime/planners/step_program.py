@@ -33,7 +33,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from delta_runtime.core.plan import Plan
-from delta_runtime.core.recipes import Recipes, rebuild_seconds, recipes_of, workspaces_of
+from delta_runtime.core.recipes import Recipes, rebuild_seconds, recipes_of
+from delta_runtime.core.reruns import Reruns
 from delta_runtime.core.step_graph import Floats, StepGraph
 from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.linear_program import TOLERANCE, LinearProgram
@@ -45,6 +46,18 @@ _EFFORT = 4.0  # of joint, for what the solver is to beat
 _SLACK = 1e-7
 """Of the budget, that the solver is given more: it takes rows for met that are missed by less, but not always."""
 _ONE, _ZERO = -1, -2  # in place of a column: a constant
+
+
+def _check(recipes: Recipes) -> None:
+    """Raise ValueError where values that may be dropped share an op of their recipes, or one needs several."""
+    possible = [ops.tolist() for ops, one in zip(recipes.ops, recipes.possible, strict=True) if one]
+    if (
+        len({op for ops in possible for op in ops}) < len(possible)
+        or max(map(len, possible), default=1) > 1
+    ):
+        raise ValueError(
+            "two values share an op of their recipes, or a recipe has several: contract the step"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +79,8 @@ class StepProgram:
     """The program of the Note for one graph and one budget.
 
     Args:
-        graph: the step; contracted, if it has more than some tens of saved values.
+        graph: the step; contracted, if it has more than some tens of saved values. No op may be in the recipes of two
+            values, and no recipe have several ops: contraction sees to that.
         budget_bytes: what may be live at any moment; None where that is what is to be made least, in place of seconds.
     """
 
@@ -75,6 +89,7 @@ class StepProgram:
         self.budget_bytes = float(graph.peak_bytes if budget_bytes is None else budget_bytes)
         self.unit = max(self.budget_bytes, 1.0)
         self.recipes: Recipes = recipes_of(graph)
+        _check(self.recipes)
         self.presence = Presence(graph, self.recipes)
         self.leaves = self.presence.leaves.tolist()
         self.made = self.presence.made.tolist()
@@ -84,7 +99,7 @@ class StepProgram:
         self.rows.sort(key=lambda row: int(graph.saved[row]))
         self.bytes = graph.saved_bytes.astype(np.float64)
         self.seconds = rebuild_seconds(graph, self.recipes)
-        self.workspace = workspaces_of(graph, self.recipes)
+        self.workspace = Reruns(graph, self.recipes).held_alone()
         self.spare = spare_behind(graph)
         self.beside = self.presence.beside(self.rows)
         self.program = LinearProgram()
@@ -191,13 +206,12 @@ class StepProgram:
         held: int | None = None  # in passing, before a value is made
         for row in again:
             before = [] if held is None else [(held, 1.0)]
-            workspace = self.workspace[row] / unit
-            if workspace > 0:
-                self._sum([*resident, *before, (self.reruns[op, row], workspace)], -np.inf, room)
+            making = [(self.reruns[op, row], self.workspace[row] / unit)]
             if row in passing:
-                size = self.bytes[row] / unit
-                self._sum([*resident, *before, (passing[row], size)], -np.inf, room)
-                before.append((passing[row], size))
+                making.append((passing[row], self.bytes[row] / unit))
+            if row in passing or self.workspace[row] > 0:
+                self._sum([*resident, *before, *making], -np.inf, room)
+            before += making[1:]
             before += [(column, -self.bytes[gone] / unit) for gone, column in goes.get(row, ())]
             if before:
                 held = self.program.column(0.0, 0.0, np.inf)

@@ -9,8 +9,10 @@ Note: the account
   2. Autograd asks for a value, once it is made, between two ops. That, and what is rebuilt for it, is charged to
      the first of the two. The node that asked holds the value until another one asks for something, whatever
      the plan says. What the program let go of before the first op begins is not found.
-  3. A rebuild holds more for a moment: what it passes through, and the workspace of its ops. That comes on
-     top of what is live between the two ops, where what the first held for a moment has gone.
+  3. Each value that autograd asks for, or whose interval begins, is rebuilt by a run of ops, each once. What
+     they make, and does not stay, is held until the last of them that reads it has run; beside it each holds
+     its workspace. That comes on top of what is live between the two ops, where what the first held for a
+     moment has gone.
   4. Copies go through one lane in each direction, one after the other. A copy out starts when forward has
      read the value for the last time. The step waits for a copy that is late.
 """
@@ -269,20 +271,37 @@ class _Walk:
                     raise InvalidPlan(f"value {made} is read behind op {op}, and cannot be rebuilt")
                 chains[made], sources[made] = self._chain(made)
                 todo += [each for each in sources[made] if not self._is_there(each, op)]
-        most = passing = 0.0
-        for made in sorted(chains):
-            self.rebuild_s += self._seconds(chains[made])
-            self.clock_s += self._seconds(chains[made])
-            most = max(most, passing + self._workspace(made, chains[made]))
-            if self._stays(made, op):
-                self.there.add(made)
-            else:
-                passing += float(self.graph.value_bytes[made])
-                most = max(most, passing)
-            for each in chains:
-                readers = [reader for reader in chains if each in sources[reader]]
-                if max(readers, default=each) == made and not self._stays(each, op):
-                    passing -= float(self.graph.value_bytes[each])
+        staying = {each for each in chains if self._stays(each, op)}
+        self.there |= staying
+        ops = set().union(*chains.values())
+        seconds = self._seconds(ops)
+        self.rebuild_s += seconds
+        self.clock_s += seconds
+        return self._held(ops, staying, set(chains))
+
+    def _held(self, ops: set[int], staying: set[int], wanted: set[int]) -> float:
+        """Return the most bytes that ops hold which run again for what is wanted, beside what stays."""
+        graph = self.graph
+        needed_by = {
+            value: op
+            for op in sorted(ops)
+            for value in graph.inputs_of(op).tolist()
+            if value in wanted or value not in self.intervals  # else it is there
+        }
+        made = {
+            value: int(graph.value_op[value])
+            for value in range(graph.n_values)
+            if graph.value_op[value] in ops
+        }
+        most = 0.0
+        for op in ops:
+            held = sum(
+                int(graph.value_bytes[value])
+                for value, begin in made.items()
+                if value not in staying and begin <= op <= max(begin, needed_by.get(value, begin))
+            )
+            own = sum(int(graph.value_bytes[value]) for value, at in made.items() if at == op)
+            most = max(most, held + max(int(graph.op_watermark_bytes[op]) - own, 0))
         return most
 
     def _is_there(self, value: int, op: int) -> bool:
@@ -322,15 +341,3 @@ class _Walk:
 
     def _seconds(self, ops: set[int]) -> float:
         return sum(float(self.graph.rerun_seconds[op]) for op in ops)
-
-    def _workspace(self, value: int, ops: set[int]) -> float:
-        """Return what making a value holds beside it: all else that the ops make, and the largest workspace."""
-        graph = self.graph
-        made = dict.fromkeys(ops, 0)
-        for each in range(graph.n_values):
-            if graph.value_op[each] in ops:
-                made[int(graph.value_op[each])] += int(graph.value_bytes[each])
-        workspaces = [
-            max(int(graph.op_watermark_bytes[op]) - bytes_, 0) for op, bytes_ in made.items()
-        ]
-        return float(sum(made.values()) - int(graph.value_bytes[value]) + max(workspaces))

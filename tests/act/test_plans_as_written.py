@@ -564,3 +564,31 @@ def test_several_backwards_in_a_step(monkeypatch):
         for seed in range(10):
             last = step(any_plan(trained.graph, seed, None)[0])
             assert last.plan_misses == 0 and last.plan_actions > 0
+
+
+class TwoLargeInputs(nn.Module):
+    """Saves a small product of two small values, each of which is made through a large one: 100 MiB, then 60."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(60))
+        self.register_buffer("ones", torch.ones(2**18))
+
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        first = self.ones.repeat(100).view(100, -1).sum(0, keepdim=True)
+        return torch.mm(first, self.ones.repeat(60).view(-1, 60)) * self.weight
+
+
+def test_a_rerun_holds_what_the_judge_says(one_thread, monkeypatch):  # noqa: F811
+    with training(TwoLargeInputs(), torch.zeros(1), monkeypatch) as trained:
+        graph = trained.graph
+        makers = [graph.op_name[op] for op in graph.value_op[graph.saved].tolist()]
+        row = makers.index("aten::mm")
+        value, use = int(graph.saved[row]), int(graph.uses[graph.use_offsets[row]])
+        made = int(graph.op_tick[graph.value_op[value]])
+        leaves = max(int(graph.alone_at[row]), int(graph.saved_at[row]) + 1)
+        back = int(graph.op_tick[graph.op_tick <= use].max())
+        plan = trained.planned({value: [Interval(made, leaves, DROP), Interval(back, graph.ticks)]})
+        last = trained.step_under(plan)
+        assert last.rebuilds == 1 and last.plan_misses == 0
+        assert last.peak_bytes <= 1.02 * validate(plan, graph).peak_bytes

@@ -79,12 +79,17 @@ def assert_best(graph: StepGraph) -> None:
 @given(st.one_of(graphs(), blocks()), st.integers(4, 9), st.integers(0, 2**32 - 1))
 def test_no_plan_of_all_is_better(graph, most_ops, seed):
     other = with_other_asks(graph, np.random.default_rng(seed))
-    contracted = by_size(graph, most_ops).graph
-    sizes = {len(choices_of(Presence(each))): each for each in (graph, other, contracted)}
+    contracted = (each_apart(graph), each_apart(other), by_size(graph, most_ops).graph)
+    sizes = {len(choices_of(Presence(each))): each for each in contracted}
     small = [each for n, each in sizes.items() if 0 < n <= MOST_CHOICES]
     assume(small)
     for each in small:
         assert_best(each)
+
+
+def each_apart(graph: StepGraph) -> StepGraph:
+    """Contract a graph so that only what one op makes is put together."""
+    return by_size(graph, 100).graph
 
 
 def of_megabytes(graph: StepGraph) -> StepGraph:
@@ -124,6 +129,7 @@ def test_nor_on_tiny_graphs(name):
 @settings(max_examples=60, deadline=None)
 @given(st.one_of(graphs(), blocks()), st.floats(0.5, 1.0))
 def test_the_relaxation_is_below_and_what_is_rounded_fits(graph, share):
+    graph = each_apart(graph)
     budget_bytes = int(share * graph.peak_bytes)
     program = StepProgram(graph, budget_bytes)
     rounded, found = program.rounded(), solved(graph, budget_bytes)
@@ -148,9 +154,19 @@ def test_what_is_there_only_when_it_is_asked_for_need_not_hold_least():
             *(Op((2 + i,), (30,), (3 + i,)) for i in range(3)),
         ]
     )
+    graph = each_apart(graph)
     program = StepProgram(graph, None)
     nothing, *_, least = [validate(each, graph).peak_bytes for each in program.small_plans(10.0)]
     assert least < nothing
+
+
+def test_what_is_not_contracted_is_refused():
+    through = step_graph([Op((), (8,), (0,)), Op((0,), (8,), ()), Op((1,), (8,), (2,))])
+    together = step_graph([Op((), (8,), (0,)), Op((0,), (8, 8), (1, 2))])
+    for graph in (through, together):
+        with pytest.raises(ValueError, match="contract the step"):
+            StepProgram(graph, graph.peak_bytes)
+        StepProgram(each_apart(graph), graph.peak_bytes)
 
 
 def test_without_anything_to_choose():

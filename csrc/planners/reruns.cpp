@@ -1,0 +1,63 @@
+#include "planners/reruns.h"
+
+namespace delta::planners {
+namespace {
+
+size_t at_(int64_t index) { return static_cast<size_t>(index); }
+
+}  // namespace
+
+void RerunColumns::check() const {
+  const auto n_ops = static_cast<int64_t>(seconds.size());
+  const auto n_values = static_cast<int64_t>(bytes.size());
+  check_count(workspace.size(), n_ops);
+  check_count(row.size(), n_values);
+  check_within(row, -1, n_rows() - 1);
+  makes.check(n_ops, n_values);
+  reads.check(n_ops, n_values);
+  ops.check(n_rows(), n_ops);
+}
+
+Reruns::Reruns(RerunColumns columns) : columns_(std::move(columns)) {
+  columns_.check();
+  in_chain_.assign(at_(n_rows()), 0);
+  staying_.assign(at_(n_rows()), 0);
+  ran_.assign(columns_.seconds.size(), 0);
+  ends_.assign(columns_.seconds.size(), 0.0);
+  made_.assign(columns_.bytes.size(), 0);
+  last_.assign(columns_.bytes.size(), 0);
+}
+
+Taken Reruns::play() {
+  std::sort(order_.begin(), order_.end());
+  for (const int64_t op : order_) {
+    for (const int64_t value : columns_.reads.of(op)) {
+      const int64_t row = columns_.row[at_(value)];
+      const bool counts = row < 0 || in_chain_[at_(row)] == mark_;
+      if (counts && made_[at_(value)] == mark_) {
+        last_[at_(value)] = op;
+      }
+    }
+    for (const int64_t value : columns_.makes.of(op)) {
+      made_[at_(value)] = mark_;
+      last_[at_(value)] = op;
+    }
+  }
+  Taken taken{0.0, 0.0};
+  double held = 0.0;
+  for (const int64_t op : order_) {
+    for (const int64_t value : columns_.makes.of(op)) {
+      const int64_t row = columns_.row[at_(value)];
+      if (row < 0 || staying_[at_(row)] != mark_) {
+        held += columns_.bytes[at_(value)];
+        ends_[at_(last_[at_(value)])] += columns_.bytes[at_(value)];
+      }
+    }
+    taken.held = std::max(taken.held, held + columns_.workspace[at_(op)]);
+    held -= std::exchange(ends_[at_(op)], 0.0);
+    taken.seconds += columns_.seconds[at_(op)];
+  }
+  return taken;
+}
+
+}  // namespace delta::planners

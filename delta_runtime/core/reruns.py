@@ -1,0 +1,130 @@
+"""What making dropped values again takes: the seconds of the ops that run, and what they hold for a moment.
+
+Covers one rerun, of a value and of all that it is made from and is not there. Which values these are is said by whoever
+asks.
+
+csrc/planners/reruns.cpp does the same.
+
+Note: a rerun (csrc/rebuild/replay.h)
+  1. Ops run in the order of the forward, each once, though several of the values need it. (The runtime also keeps
+     what an op makes beside them, if the plan wants it there. Whoever asks for that pays for the op again here.)
+  2. What an op makes is held until the last op of the rerun that reads it has run; a saved value that is there, and is
+     made again on the way, goes at once. What stays on the device is not counted: whoever asks counts it for the whole
+     rerun.
+  3. An op holds more while it runs: what its watermark has beyond the bytes that it made. An op that writes in place
+     made none: of its workspace as much is missing, but the version that it wrote over is counted beside the new one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from delta_runtime.core import compiled
+from delta_runtime.core.recipes import Lists, Recipes
+from delta_runtime.core.step_graph import Floats, Ints, StepGraph
+
+
+class Taken(NamedTuple):
+    """What a rerun takes: seconds, and the most bytes that it holds beside what stays."""
+
+    seconds: float
+    held: float
+
+
+class Reruns:
+    """The ops of all recipes of a graph, and the values that they make.
+
+    Args:
+        graph: the recorded or contracted step.
+        recipes: of it.
+
+    Attributes:
+        seconds, workspace: of each of these ops, of running again and beyond what it makes.
+        makes, reads: for each op values, numbered anew; what no recipe makes is not among them.
+        ops: for each saved value the ops of its recipe, numbered anew.
+        bytes, row: of each value, and its row in `graph.saved`; -1 where it is not saved.
+    """
+
+    def __init__(self, graph: StepGraph, recipes: Recipes) -> None:
+        known = np.unique(np.concatenate([np.empty(0, np.int64), *recipes.ops]))
+        made = np.flatnonzero(np.isin(graph.value_op, known))
+        number = np.full(graph.n_values, -1)
+        number[made] = np.arange(len(made))
+        made_bytes = np.bincount(graph.value_op, weights=graph.value_bytes, minlength=graph.n_ops)
+        inputs = [number[graph.inputs_of(op)] for op in known.tolist()]
+        offsets = np.searchsorted(graph.value_op[made], [*known.tolist(), graph.n_ops])
+        self.seconds: Floats = graph.rerun_seconds[known]
+        self.workspace: Floats = np.maximum(graph.op_watermark_bytes - made_bytes, 0.0)[known]
+        self.makes = Lists(offsets.astype(np.int64), np.arange(len(made), dtype=np.int64))
+        self.reads = Lists.of([np.unique(each[each >= 0]) for each in inputs])
+        self.ops = Lists.of([np.searchsorted(known, np.unique(each)) for each in recipes.ops])
+        self.bytes: Floats = graph.value_bytes[made].astype(np.float64)
+        row = np.full(graph.n_values, -1, np.int64)
+        row[graph.saved] = np.arange(len(graph.saved))
+        self.row: Ints = row[made]
+        self._seconds, self._workspace = self.seconds.tolist(), self.workspace.tolist()
+        self._makes, self._reads = self.makes.as_lists(), self.reads.as_lists()
+        self._ops = self.ops.as_lists()
+        self._bytes, self._row = self.bytes.tolist(), self.row.tolist()
+
+    def run(self, rows: Sequence[int], stays: Callable[[int], bool]) -> Taken:
+        """Return what making values again takes.
+
+        Args:
+            rows: of `graph.saved`.
+            stays: whether one of them stays on the device.
+        """
+        chain = set(rows)
+        staying = {row for row in rows if stays(row)}
+        ops = sorted({op for row in rows for op in self._ops[row]})
+        last: dict[int, int] = {}
+        for op in ops:
+            for value in self._reads[op]:
+                if value in last and (self._row[value] < 0 or self._row[value] in chain):
+                    last[value] = op
+            for value in self._makes[op]:
+                last[value] = op
+        ends: dict[int, float] = {}
+        seconds = held = most = 0.0
+        for op in ops:
+            for value in self._makes[op]:
+                if self._row[value] not in staying:
+                    held += self._bytes[value]
+                    ends[last[value]] = ends.get(last[value], 0.0) + self._bytes[value]
+            most = max(most, held + self._workspace[op])
+            held -= ends.pop(op, 0.0)
+            seconds += self._seconds[op]
+        return Taken(seconds, most)
+
+    def held_alone(self) -> list[float]:
+        """Return what making each saved value again, from what it is rebuilt from, holds beside it."""
+        return [self.run([row], lambda _: True).held for row in range(len(self._ops))]
+
+    def in_order_of(self, rows: Ints) -> Reruns:
+        """Return the same with other numbers for saved values: their places in `rows`, which holds each once."""
+        other = copy.copy(self)
+        place = np.argsort(rows)
+        other.row = np.where(self.row >= 0, place[self.row], -1)
+        other._ops = [self._ops[row] for row in rows.tolist()]
+        other.ops, other._row = Lists.of(other._ops), other.row.tolist()
+        return other
+
+    def compiled(self) -> Any:
+        """Return the same for C++, where the extension was loaded."""
+        assert compiled.planners is not None
+        return compiled.planners.Reruns(
+            seconds=self.seconds,
+            workspace=self.workspace,
+            bytes=self.bytes,
+            row=self.row,
+            make_offsets=self.makes.offsets,
+            makes=self.makes.items,
+            read_offsets=self.reads.offsets,
+            reads=self.reads.items,
+            op_offsets=self.ops.offsets,
+            ops=self.ops.items,
+        )
