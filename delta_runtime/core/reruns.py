@@ -78,9 +78,18 @@ class Reruns:
             rows: of `graph.saved`.
             stays: whether one of them stays on the device.
         """
-        chain = set(rows)
-        staying = {row for row in rows if stays(row)}
         ops = sorted({op for row in rows for op in self._ops[row]})
+        held = self._held(ops, set(rows), {row for row in rows if stays(row)})
+        return Taken(sum(self._seconds[op] for op in ops), max(held, default=0.0))
+
+    def _held(self, ops: Sequence[int], chain: set[int], staying: set[int]) -> list[float]:
+        """Return what each of the ops of a rerun holds for a moment.
+
+        Args:
+            ops: in order.
+            chain: rows of the values that are made.
+            staying: those that stay on the device.
+        """
         last: dict[int, int] = {}
         for op in ops:
             for value in self._reads[op]:
@@ -89,16 +98,40 @@ class Reruns:
             for value in self._makes[op]:
                 last[value] = op
         ends: dict[int, float] = {}
-        seconds = held = most = 0.0
+        found = []
+        held = 0.0
         for op in ops:
             for value in self._makes[op]:
                 if self._row[value] not in staying:
                     held += self._bytes[value]
                     ends[last[value]] = ends.get(last[value], 0.0) + self._bytes[value]
-            most = max(most, held + self._workspace[op])
+            found.append(held + self._workspace[op])
             held -= ends.pop(op, 0.0)
-            seconds += self._seconds[op]
-        return Taken(seconds, most)
+        return found
+
+    def most_held(self, rows: Sequence[int], stays: Callable[[int], bool]) -> list[float]:
+        """Return what the ops of each saved value hold in any rerun, whichever of some values are there already.
+
+        Args:
+            rows: of `graph.saved`: what such a rerun may make.
+            stays: whether one of them stays on the device.
+
+        Returns:
+            For each saved value the most bytes that one of its ops holds for a moment; 0 where no such rerun runs it.
+        """
+        staying = {row for row in rows if stays(row)}
+        needed_by: dict[int, list[int]] = {}
+        for row in rows:
+            for op in self._ops[row]:
+                needed_by.setdefault(op, []).append(row)
+        ops = sorted(needed_by)
+        held = dict(zip(ops, self._held(ops, set(rows), staying), strict=True))
+        for op in ops:
+            # What stays and is there is made again beside the one that is not.
+            sizes = {self._row[value]: self._bytes[value] for value in self._makes[op]}
+            again = {row: size for row, size in sizes.items() if row in staying}
+            held[op] += sum(again.values()) - min(again.get(row, 0.0) for row in needed_by[op])
+        return [max((held.get(op, 0.0) for op in ops), default=0.0) for ops in self._ops]
 
     def held_alone(self) -> list[float]:
         """Return what making each saved value again, from what it is rebuilt from, holds beside it."""

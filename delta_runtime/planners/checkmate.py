@@ -225,8 +225,11 @@ def plan(
         return None if found.plan is None else contraction.expand(found.plan)
 
     def smallest() -> Plan:
-        plans = StepProgram(contraction.graph, None).small_plans(_LEAST_PEAK_S)
-        told = (judged(contraction.expand(each), graph).plan for each in plans)
+        untimed = by_size(
+            graph, most_ops, timed=False
+        )  # the budget named works for the next record
+        plans = StepProgram(untimed.graph, None).small_plans(_LEAST_PEAK_S)
+        told = (judged(untimed.expand(each), graph).plan for each in plans)
         return min(told, key=lambda plan: plan.predicted_peak_bytes)
 
     result = fit(

@@ -14,8 +14,9 @@ Note: nothing is made to look smaller than it is
      for any of it, or in which a node may hold what it asked for; and behind the last time until it is let go of.
      There the judge of plans looks at these ops alone.
   4. A group is rebuilt member by member: an op that two members need runs for each of them.
-  5. What is live when an op asks for something is the most that is live at one of these moments. What rebuilding the
-     members of a group holds for a moment is a value of its own, which nobody saves.
+  5. What is live when an op asks for something is the most that is live at one of these moments. What rebuilding
+     members of a group holds for a moment is a value of its own, which nobody saves: the most that it can be,
+     whatever is rebuilt with them and whichever members are there already.
   6. What the program lets go of while it is still read for a rebuild is made again each time, as part of that: an op
      that both need runs for each.
   With these a plan of the contracted graph holds and takes no less than the same plan of the whole, as long as a group
@@ -26,8 +27,6 @@ Note: nothing is made to look smaller than it is
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -228,28 +227,37 @@ def cuts_of(rows: Ints, recipes: Recipes) -> list[int]:
     return cuts
 
 
-def by_size(graph: StepGraph, most_ops: int = MOST_OPS) -> Contraction:
+def by_size(graph: StepGraph, most_ops: int = MOST_OPS, *, timed: bool = True) -> Contraction:
     """Contract a step to at most so many ops, into groups of about equal bytes and seconds.
 
     Neighbours are merged, the smallest pair first. The fewest groups are one: a graph may come out with more ops than
     `most_ops` only if that is less than about five.
+
+    Args:
+        graph: the recorded step.
+        most_ops: that the step is contracted to.
+        timed: whether seconds count; without them each record of a step comes out the same.
     """
     recipes = recipes_of(graph)
     rows = movable_rows(graph, recipes)
     count = max(1, min(len(rows), most_ops // 2))
     while True:
-        found = contract(graph, _merged_by_size(graph, rows, recipes, count), recipes)
+        found = contract(graph, _merged(graph, rows, recipes, count, timed=timed), recipes)
         if found.graph.n_ops <= most_ops or count == 1:
             return found
         count -= max(1, (found.graph.n_ops - most_ops) // 2)
         count = max(count, 1)
 
 
-def _merged_by_size(graph: StepGraph, rows: Ints, recipes: Recipes, count: int) -> list[Ints]:
+def _merged(
+    graph: StepGraph, rows: Ints, recipes: Recipes, count: int, *, timed: bool
+) -> list[Ints]:
     """Merge neighbours until `count` groups are left."""
-    seconds = np.array(rebuild_seconds(graph, recipes))[rows]
     bytes_ = graph.saved_bytes[rows].astype(np.float64)
-    size = bytes_ / max(bytes_.sum(), 1.0) + seconds / max(seconds.sum(), 1e-12)
+    size = bytes_ / max(bytes_.sum(), 1.0)
+    if timed:
+        seconds = np.array(rebuild_seconds(graph, recipes))[rows]
+        size += seconds / max(seconds.sum(), 1e-12)
     cuts = set(cuts_of(rows, recipes))
     # What one op makes is rebuilt together in any case.
     begins = np.flatnonzero(np.diff(graph.value_op[graph.saved[rows]], prepend=-1))
@@ -317,10 +325,7 @@ class _Contracting:
         whole, n = self.whole, len(self.op_begin) - 1
         reruns = Reruns(whole, recipes)
         recipes, again = self._outlasting(recipes)
-        needs = [
-            reruns.run(rows, functools.partial(operator.eq, row)).held
-            for row, rows in enumerate(again)
-        ]
+        needs = self._needs(reruns, again)
         gone = [self._gone(rows) for rows in self.groups]
         made = [self._op_of(_made(whole, rows)) for rows in self.groups]
         ordinary = self._ordinary(gone)
@@ -374,20 +379,33 @@ class _Contracting:
             contracted=True,
         )
 
+    def _needs(self, reruns: Reruns, again: Sequence[Sequence[int]]) -> list[float]:
+        """Return the most bytes that the ops of each group hold in any rerun, beside groups (rule 5).
+
+        Args:
+            reruns: of the whole graph.
+            again: for each row the rows that it is rebuilt through, itself included.
+        """
+        members = {row for rows in self.groups for row in rows.tolist()}
+        passing = {each for row in members for each in again[row] if each != row}
+        most = reruns.most_held(sorted(members | passing), (members - passing).__contains__)
+        return [
+            max(most[each] for row in rows.tolist() for each in again[row]) for rows in self.groups
+        ]
+
     def _values(self, made: Sequence[int], needs: Sequence[float]) -> list[_Value]:
         """Return groups, and behind those of one op what rebuilding them holds for a moment (rule 5).
 
         Args:
             made: op that makes each group.
-            needs: what rebuilding each saved value holds beside it.
+            needs: what rebuilding each group holds beside it.
         """
         whole = self.whole
         values: list[_Value] = []
         momentary: dict[int, int] = {}
         for group, (rows, op) in enumerate(zip(self.groups, made, strict=True)):
             values.append(_Value(op, group, int(whole.saved_bytes[rows].sum())))
-            most = int(max(needs[row] for row in rows.tolist()))
-            momentary[op] = max(momentary.get(op, 0), most)
+            momentary[op] = max(momentary.get(op, 0), int(needs[group]))
         values += [_Value(op, _NO_GROUP, most) for op, most in momentary.items() if most > 0]
         return sorted(values, key=lambda value: value.op)
 

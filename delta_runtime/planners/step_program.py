@@ -281,10 +281,11 @@ class StepProgram:
         """Return plans that hold little, for a program without a budget; the last holds the least, if time was enough.
 
         The others are for whoever has them judged on another graph: values are there only when they are asked for, or
-        as the relaxation says, at nine thresholds.
+        as the relaxation says, at nine thresholds. What the solver has by the time limit does not count: it would be
+        another plan each time.
 
         Args:
-            time_limit_s: after so long the solver's best plan so far counts.
+            time_limit_s: that the solver has to prove that a plan holds the least.
 
         Raises:
             SolverFailed: see `LinearProgram.solve`.
@@ -296,7 +297,7 @@ class StepProgram:
             theres += [relaxed >= threshold for threshold in _THRESHOLDS]
         left_s = max(time_limit_s - (time.monotonic() - begin), 0.0)
         answer = self.program.solve(time_limit_s=left_s)
-        if answer.x is not None:
+        if answer.x is not None and answer.proved:
             theres.append(self._there(answer.x) > 0.5)
         return [self.presence.plan(there) for there in theres]
 

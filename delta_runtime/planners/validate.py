@@ -134,6 +134,19 @@ class _Walk:
         self, graph: StepGraph, intervals: dict[int, list[Interval]], links: Links | None
     ) -> None:
         self.graph, self.intervals, self.links = graph, intervals, links
+        # Columns of the graph as plain numbers.
+        self.tick: list[int] = graph.op_tick.tolist()
+        self.watermark: list[int] = graph.op_watermark_bytes.tolist()
+        self.rerun_s: list[float] = graph.rerun_seconds.tolist()
+        self.reads = [graph.inputs_of(op).tolist() for op in range(graph.n_ops)]
+        self.bytes: list[int] = graph.value_bytes.tolist()
+        self.made_by: list[int] = graph.value_op.tolist()
+        self.repeats: list[bool] = graph.value_repeats.tolist()
+        self.makes: list[list[int]] = [[] for _ in range(graph.n_ops)]
+        for value, op in enumerate(self.made_by):
+            self.makes[op].append(value)
+        saved = graph.saved.tolist()
+        self.released_at = dict(zip(saved, graph.released_at.tolist(), strict=True))
         self.there: set[int] = set()
         self.in_use: set[int] = set()  # by the node that runs
         self.idle_from: dict[tuple[int, int], int] = {}  # of the intervals that end with a copy
@@ -148,22 +161,22 @@ class _Walk:
         asked: dict[int, list[int]] = {op: [] for op in range(-1, graph.n_ops)}
         for row, value in enumerate(graph.saved.tolist()):
             for tick in graph.uses[graph.use_offsets[row] : graph.use_offsets[row + 1]].tolist():
-                op = sum(at <= tick for at in graph.op_tick.tolist()) - 1
-                if op >= graph.value_op[value]:  # else it is of no use to anybody yet
+                op = sum(at <= tick for at in self.tick) - 1
+                if op >= self.made_by[value]:  # else it is of no use to anybody yet
                     asked[op].append(value)
         for op in range(graph.n_ops):
-            tick = int(graph.op_tick[op])
+            tick = self.tick[op]
             self._leave(op, tick)
             self.clock_s += max(float(np.nan_to_num(graph.op_seconds[op])), 0.0)
             begins = self._arrive(tick)
             held = max([0.0, *(self._bring(value, op, tick) for value in [*asked[op], *begins])])
             away = sum(
-                int(graph.value_bytes[value])
-                for row, value in enumerate(graph.saved.tolist())
-                if graph.value_op[value] <= op and not self._takes_room(value, tick)
-                if tick <= graph.released_at[row] and value not in self.in_use
+                self.bytes[value]
+                for value, released_at in self.released_at.items()
+                if self.made_by[value] <= op and not self._takes_room(value, tick)
+                if tick <= released_at and value not in self.in_use
             )
-            most = int(graph.op_ordinary_bytes[op] + graph.op_watermark_bytes[op])
+            most = int(graph.op_ordinary_bytes[op]) + self.watermark[op]
             live[op] = max(most, min(self._behind(op), most) + held) - away
             if asked[op] and not graph.contracted:
                 self.in_use = set(asked[op])
@@ -175,12 +188,11 @@ class _Walk:
         if graph.contracted:
             return int(graph.op_ordinary_bytes[op])
         if op + 1 == graph.n_ops:
-            return int(graph.op_ordinary_bytes[op] + graph.op_watermark_bytes[op])
-        this, next_ = int(graph.op_tick[op]), int(graph.op_tick[op + 1])
+            return int(graph.op_ordinary_bytes[op]) + self.watermark[op]
         return int(graph.op_ordinary_bytes[op + 1]) + sum(
-            int(graph.value_bytes[value])
-            for value, released_at in zip(graph.saved, graph.released_at, strict=True)
-            if this <= released_at < next_
+            self.bytes[value]
+            for value, released_at in self.released_at.items()
+            if self.tick[op] <= released_at < self.tick[op + 1]
         )
 
     def _wait_until(self, then_s: float) -> None:
@@ -198,7 +210,7 @@ class _Walk:
     def _leave(self, op: int, tick: int) -> None:
         """Before an op: what is made begins, copies start in both directions, and values leave."""
         for row, value in enumerate(self.graph.saved.tolist()):
-            if self.graph.value_op[value] == op:
+            if self.made_by[value] == op:
                 self.there.add(value)
             for begin, end, exit_, copy_back_at in self.intervals[value]:
                 if exit_ == Exit.SWAP and value not in self.copied_s:
@@ -218,15 +230,15 @@ class _Walk:
     def _idle_from(self, row: int, value: int, begin: int, end: int) -> int:
         """Return the op from which nobody reads a value any more before an interval of it ends."""
         graph = self.graph
-        last = int(graph.value_op[value])
+        last = self.made_by[value]
         for op in range(graph.n_ops):
-            if not begin <= graph.op_tick[op] < end:
+            if not begin <= self.tick[op] < end:
                 continue
-            if graph.op_tick[op] <= graph.saved_at[row] or op <= last:
+            if self.tick[op] <= graph.saved_at[row] or op <= last:
                 last = max(last, op)
-            if not graph.op_backward[op] and value in graph.inputs_of(op).tolist():
+            if not graph.op_backward[op] and value in self.reads[op]:
                 last = op
-            if graph.op_tick[op] < graph.alone_at[row]:
+            if self.tick[op] < graph.alone_at[row]:
                 last = op
         return last + 1
 
@@ -236,7 +248,7 @@ class _Walk:
         speed = self.links.out_bytes_per_s if out else self.links.in_bytes_per_s
         if not out:
             free_s = max(free_s, self.copied_s.get(value, 0.0))
-        return max(self.clock_s, free_s) + float(self.graph.value_bytes[value]) / speed
+        return max(self.clock_s, free_s) + self.bytes[value] / speed
 
     def _arrive(self, tick: int) -> list[int]:
         """Wait for the copies that are needed now; say which values are to be rebuilt now."""
@@ -267,7 +279,7 @@ class _Walk:
             made = todo.pop()
             if made not in chains:
                 copied = self._left_by(made, tick) == Exit.SWAP and not self._is_let_go(made, op)
-                if not self.graph.value_repeats[made] or copied:
+                if not self.repeats[made] or copied:
                     raise InvalidPlan(f"value {made} is read behind op {op}, and cannot be rebuilt")
                 chains[made], sources[made] = self._chain(made)
                 todo += [each for each in sources[made] if not self._is_there(each, op)]
@@ -281,41 +293,35 @@ class _Walk:
 
     def _held(self, ops: set[int], staying: set[int], wanted: set[int]) -> float:
         """Return the most bytes that ops hold which run again for what is wanted, beside what stays."""
-        graph = self.graph
         needed_by = {
             value: op
             for op in sorted(ops)
-            for value in graph.inputs_of(op).tolist()
+            for value in self.reads[op]
             if value in wanted or value not in self.intervals  # else it is there
         }
-        made = {
-            value: int(graph.value_op[value])
-            for value in range(graph.n_values)
-            if graph.value_op[value] in ops
-        }
+        passing = {value: op for op in ops for value in self.makes[op] if value not in staying}
         most = 0.0
         for op in ops:
             held = sum(
-                int(graph.value_bytes[value])
-                for value, begin in made.items()
-                if value not in staying and begin <= op <= max(begin, needed_by.get(value, begin))
+                self.bytes[value]
+                for value, begin in passing.items()
+                if begin <= op <= max(begin, needed_by.get(value, begin))
             )
-            own = sum(int(graph.value_bytes[value]) for value, at in made.items() if at == op)
-            most = max(most, held + max(int(graph.op_watermark_bytes[op]) - own, 0))
+            own = sum(self.bytes[value] for value in self.makes[op])
+            most = max(most, held + max(self.watermark[op] - own, 0))
         return most
 
     def _is_there(self, value: int, op: int) -> bool:
         return value in self.there and not self._is_let_go(value, op)
 
     def _stays(self, value: int, op: int) -> bool:
-        tick = self.graph.op_tick[op]
+        tick = self.tick[op]
         in_interval = any(each.begin <= tick < each.end for each in self.intervals[value])
         return in_interval and not self._is_let_go(value, op)
 
     def _is_let_go(self, value: int, op: int) -> bool:
         """Whether nobody holds a value any more when the op begins that is charged."""
-        released_at = self.graph.released_at[self.graph.saved.tolist().index(value)]
-        return bool(released_at < self.graph.op_tick[op])
+        return bool(self.released_at[value] < self.tick[op])
 
     def _left_by(self, value: int, tick: int) -> int:
         """How a value left the last time."""
@@ -326,18 +332,18 @@ class _Walk:
         """Return the ops that make a value again from saved ones, and these."""
         ops: set[int] = set()
         sources: set[int] = set()
-        todo = [int(self.graph.value_op[value])]
+        todo = [self.made_by[value]]
         while todo:
             op = todo.pop()
             ops.add(op)
-            for read in self.graph.inputs_of(op).tolist():
+            for read in self.reads[op]:
                 if read in self.intervals:
                     sources.add(read)
-                elif not self.graph.value_repeats[read]:
+                elif not self.repeats[read]:
                     raise InvalidPlan(f"value {value}: rebuilt from {read}, which does not repeat")
-                elif self.graph.value_op[read] not in ops:
-                    todo.append(int(self.graph.value_op[read]))
+                elif self.made_by[read] not in ops:
+                    todo.append(self.made_by[read])
         return ops, sources - {value}
 
     def _seconds(self, ops: set[int]) -> float:
-        return sum(float(self.graph.rerun_seconds[op]) for op in ops)
+        return sum(self.rerun_s[op] for op in sorted(ops))

@@ -159,6 +159,33 @@ def test_rule_5_a_rebuild_comes_on_top_of_the_most_that_is_live_when_the_op_asks
     assert found.graph.n_values == 2 and found.graph.value_bytes.tolist() == [8, 60]
 
 
+def test_rule_5_one_rerun_makes_several_groups():
+    """Value 3 is rebuilt from value 2 and through 60 bytes, which are there while value 2 is made with a workspace."""
+    graph = step_graph(
+        [
+            Op((), (8,), (0,)),
+            Op((0,), (60,), ()),
+            Op((0,), (8,), (2,), workspace_bytes=20),
+            Op((1, 2), (8,), (3,)),
+            *(Op((3,), (8,), (4 + i,)) for i in range(4)),
+        ]
+    )
+    found = contracted(graph, [1], [2])
+    assert found.graph.value_bytes.tolist() == [8, 60 + 20, 8, 60]
+    presence = Presence(found.graph)
+    plan = presence.plan(with_what_is_read(np.zeros((found.graph.n_ops, 2), bool), presence))
+    says, does = validate(plan, found.graph), validate(found.expand(plan), graph)
+    assert says.rebuild_s > 0
+    assert does.peak_bytes <= says.peak_bytes
+
+
+def test_rule_5_what_is_there_is_made_again():
+    """An op makes 2 values of a group: the large one is made a second time for the small one."""
+    graph = step_graph([Op((), (8,), (0,)), Op((0,), (60, 8), (1, 2)), Op((1,), (8,), (3,))])
+    found = contracted(graph, [1, 2])
+    assert found.graph.value_bytes.tolist() == [68, 60]
+
+
 def test_rule_6_what_goes_before_it_is_read_is_made_again():
     """Value 1 goes behind the first op of backward; value 2 is rebuilt from it behind the third."""
     graph = step_graph(

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import delta_runtime.extension  # noqa: F401  the inner loops in C++
 from delta_runtime.core.step_graph import StepGraph
-from delta_runtime.planners import joint_heuristic
+from delta_runtime.planners import checkmate, joint_heuristic
 from delta_runtime.planners.contraction import by_size
 from delta_runtime.planners.presence import Presence
 from delta_runtime.planners.step_program import Outcome, StepProgram
@@ -158,6 +159,22 @@ def test_what_is_there_only_when_it_is_asked_for_need_not_hold_least():
     program = StepProgram(graph, None)
     nothing, *_, least = [validate(each, graph).peak_bytes for each in program.small_plans(10.0)]
     assert least < nothing
+
+
+def test_the_least_budget_is_the_same_for_each_record():
+    graph = recorded("resnet50")
+    rng = np.random.default_rng(1)
+    noise = rng.uniform(0.7, 1.4, graph.n_ops)
+    other = replace(
+        graph,
+        op_seconds=graph.op_seconds * noise,
+        op_replay_seconds=graph.op_replay_seconds * noise,
+    )
+    least, again = (checkmate.plan(each, 1, time_limit_s=1.0) for each in (graph, other))
+    assert least.least_budget_bytes == again.least_budget_bytes
+    found = checkmate.plan(other, least.least_budget_bytes, time_limit_s=1.0)
+    assert found.feasible
+    assert found.fallback == ""
 
 
 def test_what_is_not_contracted_is_refused():
