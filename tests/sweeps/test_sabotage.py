@@ -39,15 +39,16 @@ def _empty_filled_by_foreign_code(x: Tensor) -> Tensor:
     return x * weight
 
 
-def _value_before_and_after_a_write(x: Tensor) -> Tensor:
-    """One rebuild needs a value as it was before a write and as it was after."""
-    with torch.no_grad():
-        a = x * 1.5
-        b, c = a.sin(), a.cos()
-        a.mul_(2.0)
-        # Whichever operand is rebuilt first, a value from before the write is read after it on the other side.
-        weight = (b * a) + (a * c)
-    return x * weight
+def _written_over_on_the_way(x: Tensor) -> Tensor:
+    """Two rebuilds start from one source, and the first of them writes over it on the way."""
+    table = _tables.pop()
+    y = x * (table * 2.0)
+    torch.zeros(1).add(1.0)  # an op boundary: the product is dropped
+    table.mul_(5.0)
+    z = y * (table + 1.0)  # asked for first
+    torch.zeros(1).add(1.0)
+    table.zero_()
+    return z
 
 
 def _one_number_times_a_python_number(x: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ _tables: list[Tensor] = []
 CASES: dict[str, Callable[[Tensor], Tensor]] = {
     "NoRngRestore": _dropout,
     "EmptyAsOp": _empty_filled_by_foreign_code,
-    "InplaceWithoutCopy": _value_before_and_after_a_write,
+    "InplaceWithoutCopy": _written_over_on_the_way,
     "WrappedNumberLost": _one_number_times_a_python_number,
     "PreWriteValue": _saved_result_of_an_op_in_place,
     "NoCloneOnWrite": _source_overwritten_after_use,
