@@ -45,7 +45,7 @@ from benchmarks.common import (
 )
 from delta_runtime import _C, cpu_pool
 from delta_runtime.core.units import format_seconds
-from delta_runtime.plan_cache import CALIBRATION_STEPS
+from delta_runtime.known_step import CALIBRATION_STEPS
 from scripts.train_plain import THREADS
 
 MODEL_LIMIT = 1.02

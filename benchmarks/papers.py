@@ -35,7 +35,7 @@ from torch import nn
 import delta_runtime as delta
 from benchmarks.common import MIB, console, machine, words, write_json
 from delta_runtime import cpu_pool
-from delta_runtime.plan_cache import CALIBRATION_STEPS
+from delta_runtime.known_step import CALIBRATION_STEPS
 from delta_runtime.planners import checkmate, min_peak
 from delta_runtime.planners.plan_result import PlanResult
 from delta_runtime.planners.registry import PLANNERS

@@ -41,7 +41,7 @@ from benchmarks.common import (
     write_json,
 )
 from delta_runtime import cpu_pool
-from delta_runtime.plan_cache import CALIBRATION_STEPS
+from delta_runtime.known_step import CALIBRATION_STEPS
 from delta_runtime.planners.registry import PLANNERS
 from scripts.train_plain import THREADS
 from scripts.workloads import TrainState

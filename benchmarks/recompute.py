@@ -51,8 +51,8 @@ from benchmarks.common import (
 from delta_runtime import cpu_pool, pump
 from delta_runtime.core.events import EventKind
 from delta_runtime.core.units import format_bytes, format_seconds
+from delta_runtime.known_step import CALIBRATION_STEPS
 from delta_runtime.online.policies import POLICIES
-from delta_runtime.plan_cache import CALIBRATION_STEPS
 from delta_runtime.report.step_report import StepTotals
 from scripts.train_plain import THREADS
 from scripts.workloads import (

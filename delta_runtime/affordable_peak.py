@@ -5,7 +5,7 @@ passed all the same. There a higher peak is kept to instead: the least one at wh
 than about a third of an ordinary step: with what evicting costs that makes half of one.
 
 Covers what is affordable, and the search for that peak over one recorded step. When it begins is
-`plan_cache`'s concern.
+`budget_relief`'s concern.
 """
 
 from __future__ import annotations

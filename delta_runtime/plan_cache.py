@@ -1,17 +1,8 @@
 """The steps that have been seen, by their graph, and the plans made from them.
 
-Covers when a step has to be logged, how several runs of one graph become one record, and when a budget is
-given up. What a plan says is the planners' concern; which of several is the best by measurement is that of
-`plan_trials`.
-
-Note: a budget that cannot be met
-  1. A whole step that passed the budget shows it, where the budget is below the least one of the
-     recorded step. Where it is not, the next step in a row that passes it does. A budget below the
-     least one that is met, but at a price that nobody can bear, counts as one that is not.
-  2. From then on no plan is made for the budget, and the relief of each graph is kept to: the least
-     peak that is affordable. As the memory of the device is as large as the largest of them, that one
-     is kept to in all steps.
-  3. Steps that take too long all the same, by measurement, raise it.
+Covers when a step has to be logged, and how several runs of one graph become one record. What a plan says is
+the planners' concern; which of several is the best by measurement is that of `plan_trials`, and when a budget is
+given up that of `budget_relief`.
 
 Note: plans that are made beside training
   1. One at a time, whatever graph it is for. Meanwhile steps follow the plan there is, and are not
@@ -23,115 +14,36 @@ Note: plans that are made beside training
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
-from delta_runtime.affordable_peak import MOST_WORK, AffordablePeak, affordable_s, bearable_s
+from delta_runtime.budget_relief import BudgetRelief
 from delta_runtime.core.errors import PlannerInfeasible
 from delta_runtime.core.events import Bounds
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
-from delta_runtime.plan_trials import MOST_TRIALS, TRIAL_STEPS, Next, PlanTrials
+from delta_runtime.known_step import CALIBRATION_STEPS, KnownStep, StepCost
+from delta_runtime.plan_trials import MOST_TRIALS, TRIAL_STEPS, Next
 from delta_runtime.planners import joint_heuristic
-from delta_runtime.planners.bounds import bounds_of
 from delta_runtime.planners.evaluate import WORK_PER_SECOND
 from delta_runtime.planners.registry import PLANNERS
 from delta_runtime.planning_time import PlanningTime
 from delta_runtime.plans_beside import Made, MakePlan, PlansBeside
 
-CALIBRATION_STEPS = 3
-"""Steps of one graph whose op times are taken (the least of them counts) before its plan is final."""
 SEARCH_EFFORT = 4.0
 """How long the final plan of a graph is improved, in steps' worth of what it rebuilds."""
 STEPS_TO_SETTLE = CALIBRATION_STEPS + 1 + (MOST_TRIALS + 1) * TRIAL_STEPS
 """The most that it takes to stay with one of them, where every step is the same and follows its plan."""
 MOST_GRAPHS = 16
 """Graphs that are remembered: alternating input shapes keep their plans."""
-DIFFERS_BYTES = 4096
-"""By so much, at the most, does a step differ from run to run: what malloc adds to small blocks."""
 
-_LEFT_FOR_NEXT = (
-    2  # so many times as long as the last plan took there has to be, for one that is no must
-)
-_STEPS_TO_JUDGE = 3  # what is kept to: the least of each counts
-_DEAR_STEPS = 2  # in a row, before a budget that is met is given up, or more is kept to
+_LEFT_FOR_NEXT = 2  # times as long as the last plan took there has to be, for one that is no must
 _MOST_NEW = 3  # graphs in a row that nobody has seen before; more of them are not planned for
 _REST = 7  # steps that are not logged then, after each that is
-_MOVED = 0.005  # share of the peak; where as much more or less persists, the record is out of date
 _CAUTION = 0.8  # of the speed that the last plan gave the lanes, in the next one that is tried
-
-
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """What a step came to.
-
-    Args:
-        fingerprint: of its forward.
-        ops: number of its ops.
-        begin_bytes: live at its first op.
-        peak_bytes: the allocator's highest live bytes.
-        seconds: of all of it.
-        rebuild_s: of recomputing; 0 where nobody's clock shows it.
-        whole: whether it had a backward, and ended.
-        around_s: what entering and leaving took beside that, the making of plans left out, when it was
-            seen last: of the step before this one.
-    """
-
-    fingerprint: int
-    ops: int
-    begin_bytes: int
-    peak_bytes: int
-    seconds: float
-    rebuild_s: float
-    whole: bool
-    around_s: float = 0.0
-
-    @property
-    def all_s(self) -> float:
-        """Seconds of the step with all that the runtime did for it."""
-        return self.seconds + self.around_s
-
-
-@dataclass
-class _Known:
-    graph: StepGraph
-    plan: Plan | None = None
-    runs: int = 1
-    ops: int = 0  # as they were counted
-    record: StepGraph | None = None  # of the last run alone
-    bounds: Bounds | None = None  # of that, once somebody asked
-    seen_bytes: int = 0  # its peak
-    searched: bool = False  # `plan` is the final plan
-    plan_s: float = 0.0  # that it took to make it
-    relief: AffordablePeak | None = None
-    costs: list[StepCost] = field(default_factory=list)  # of the last steps that kept to its relief
-    budget_bytes: int = 0  # that `plan` was made for
-    links: Links | None = None  # that it was made with
-    trials: PlanTrials = field(default_factory=PlanTrials)
-    outdated: bool = False  # what its plan is being made from
-    times_left: int = CALIBRATION_STEPS  # that it may be looked for, once others were logged
-    refusal: PlannerInfeasible | None = None  # that the planner has no plan for `budget_bytes`
-
-    def settle(self) -> None:
-        """Stay with the best of what was measured; with the plan there is if nothing was."""
-        self.trials.settle()
-        if self.trials.any:
-            self.take_chosen()
-
-    def take_chosen(self) -> None:
-        """Follow the plan that was chosen by what was measured."""
-        self.plan = self.trials.chosen
-        self.runs = max(self.runs, CALIBRATION_STEPS)
-        self.searched = True
-
-    def record_again(self) -> None:
-        """Have the next step logged, and a plan made from the least seconds that there are then."""
-        self.searched, self.outdated = False, True
-        self.runs = CALIBRATION_STEPS - 1
-
 
 _Key = tuple[int, tuple[str, ...]]
 
@@ -184,17 +96,14 @@ class PlanCache:
         self._makes_plans = plans
         self._drops = drops
         self._swaps = swaps
-        self._yields = yields
         self._planning = planning or PlanningTime(limited=False)
         self._planner = planner
         self._beside = beside
+        self._relief = BudgetRelief(drops=drops, plans=plans, planning=self._planning)
+        self._yields = yields
         self._begun: _Begun | None = None  # beside training
-        self._known: OrderedDict[_Key, _Known] = OrderedDict()
+        self._known: OrderedDict[_Key, KnownStep] = OrderedDict()
         self._last: StepCost | None = None
-        self._passed = 0  # whole steps in a row that passed the budget
-        self._yielded = False
-        self._limit_bytes = 0  # for steps whose graph is not known
-        self._dear = 0  # of these in a row, how many took too long
         self._out_of_date = False  # the next step is to be recorded once more
         self._asked = 0  # times that it was; each time twice as many steps have to pass
         self._unrecorded = 0  # steps since the last record
@@ -247,7 +156,7 @@ class PlanCache:
     @property
     def bounds(self) -> Bounds | None:
         """Of all whole steps that are known: the largest of each. None where there is none."""
-        found = [self._bounds_of(known) for known in self._known.values()]
+        found = [self._relief.bounds_of(known) for known in self._known.values()]
         each = [bounds for bounds in found if bounds is not None]
         if not each:
             return None
@@ -257,7 +166,7 @@ class PlanCache:
     @property
     def yielded(self) -> bool:
         """Whether the budget was given up."""
-        return self._yielded
+        return self._relief.given_up
 
     @property
     def relieved(self) -> bool:
@@ -269,19 +178,16 @@ class PlanCache:
         cost = self._last
         known = self._of(cost) if cost is not None else None
         return (
-            self._yielded
+            self._relief.given_up
             and cost is not None
             and known is not None
             and (known.relief is None or known.relief.is_over)
-            and not _moved(known.graph, cost.begin_bytes)
+            and not known.has_moved(cost.begin_bytes)
         )
 
     def limit_bytes(self, budget_bytes: int) -> int:
         """Return what the next step is to keep to: the budget, or a higher peak where it was given up."""
-        if not self._yielded:
-            return budget_bytes
-        reliefs = [known.relief.peak_bytes for known in self._known.values() if known.relief]
-        return max(budget_bytes, self._limit_bytes, *reliefs)
+        return self._relief.limit_bytes(budget_bytes, self._known.values())
 
     def saw(self, cost: StepCost) -> None:
         """Take in what a step came to, before its record if there is one."""
@@ -312,7 +218,7 @@ class PlanCache:
         self._out_of_date = False
         self._new = 0 if known is not None or record is None else self._new + 1
         if known is not None:
-            if _moved(known.graph, graph.persistent_bytes):
+            if known.has_moved(graph.persistent_bytes):
                 known.searched, known.outdated = False, True
             graph = replace(
                 graph,
@@ -324,7 +230,7 @@ class PlanCache:
             )
             known = replace(known, graph=graph, runs=known.runs + 1)
         else:
-            known = _Known(graph)
+            known = KnownStep(graph)
         known.record, known.bounds = record, None
         self._unrecorded = 0
         if cost is not None:
@@ -333,9 +239,8 @@ class PlanCache:
         while len(self._known) > MOST_GRAPHS:
             _, forgotten = self._known.popitem(last=False)
             self._forgot = True
-            if forgotten.relief is not None:
-                self._limit_bytes = max(self._limit_bytes, forgotten.relief.peak_bytes)
-        self._yield_if_hopeless(known, budget_bytes)
+            self._relief.forget(forgotten)
+        self._look_at_budget(known, budget_bytes)
         self._improve(known, self.limit_bytes(budget_bytes), links, recorded=True)
         return graph
 
@@ -349,13 +254,12 @@ class PlanCache:
         known = self._of(cost) if cost is not None else None
         plans = [each.plan for each in self._known.values()]
         limit_bytes = self.limit_bytes(budget_bytes)
-        if cost is not None:
-            self._yield_if_hopeless(known, budget_bytes)
+        self._look_at_budget(known, budget_bytes)
         self._unrecorded += 1
         if cost is not None and cost.whole:
             # Another forward, or more that persists, such as the optimizer's state.
-            moved = known is not None and _moved(known.graph, cost.begin_bytes)
-            passes = self._yielded and cost.peak_bytes > limit_bytes
+            moved = known is not None and known.has_moved(cost.begin_bytes)
+            passes = self.yielded and cost.peak_bytes > limit_bytes
             if (moved or passes) and self._unrecorded > 2**self._asked:
                 self._asked += 1
                 self._out_of_date = True
@@ -368,13 +272,13 @@ class PlanCache:
             each.plan is not plan for each, plan in zip(self._known.values(), plans, strict=True)
         )
 
-    def _comes_in_turn(self, known: _Known) -> bool:
+    def _comes_in_turn(self, known: KnownStep) -> bool:
         """Whether a step was logged too seldom because others, with which it comes in turn, were logged enough."""
         latest = next(reversed(self._known.values()))
         short = len(known.graph.uses) > 0 and known.runs < CALIBRATION_STEPS
         return short and known is not latest and known.times_left > 0 and not self._forgot
 
-    def _of(self, cost: StepCost) -> _Known | None:
+    def _of(self, cost: StepCost) -> KnownStep | None:
         """Return what is known of a step that was not recorded."""
         alike = [
             known
@@ -384,22 +288,11 @@ class PlanCache:
         # An optimizer's first step has other ops than the next; the forward is the same.
         return next((known for known in alike if known.ops == cost.ops), next(iter(alike), None))
 
-    def _bounds_of(self, known: _Known) -> Bounds | None:
-        if known.bounds is None and known.record is not None:
-            with self._planning.planning():
-                bounds = bounds_of(known.record, drops=self._drops)
-            lower_bytes = max(bounds.lower_bytes - DIFFERS_BYTES, 0)
-            if known.seen_bytes:
-                lower_bytes = min(lower_bytes, known.seen_bytes)
-            bounds = replace(bounds, lower_bytes=lower_bytes)
-            known.bounds = bounds
-        return known.bounds
-
-    def _is_final(self, known: _Known) -> bool:
+    def _is_final(self, known: KnownStep) -> bool:
         return known.searched if self._makes_plans else known.runs >= CALIBRATION_STEPS
 
     def _improve(
-        self, known: _Known, budget_bytes: int, links: Links | None, *, recorded: bool = False
+        self, known: KnownStep, budget_bytes: int, links: Links | None, *, recorded: bool = False
     ) -> None:
         """Make a plan where one is due, and there is time for it."""
         if not self._makes_plans or (self._never_again and known.runs == 1):
@@ -431,10 +324,10 @@ class PlanCache:
         known.budget_bytes = budget_bytes
         self._begin(known, _Begun(self._key_of(known), budget_bytes, final=final, free=free))
 
-    def _key_of(self, known: _Known) -> _Key:
+    def _key_of(self, known: KnownStep) -> _Key:
         return known.graph.fingerprint, known.graph.op_name
 
-    def _begin(self, known: _Known, begun: _Begun) -> None:
+    def _begin(self, known: KnownStep, begun: _Begun) -> None:
         """Make a plan for a graph: at once, or beside training."""
         known.outdated = False
         make = self._make_plan(known)
@@ -451,7 +344,7 @@ class PlanCache:
             return
         self._put_in_place(known, begun, plan, self._planning.spent_s - before_s)
 
-    def _take_error(self, known: _Known, begun: _Begun, error: Exception) -> None:
+    def _take_error(self, known: KnownStep, begun: _Begun, error: Exception) -> None:
         """Stay with the plan there is where the planner has none, or failed.
 
         Where that was to be the final plan, it is not asked again for this budget.
@@ -493,7 +386,7 @@ class PlanCache:
         self._put_in_place(known, begun, made.plan, made.seconds)
         return True
 
-    def _put_in_place(self, known: _Known, begun: _Begun, plan: Plan, seconds: float) -> None:
+    def _put_in_place(self, known: KnownStep, begun: _Begun, plan: Plan, seconds: float) -> None:
         if begun.trial and known.trials.settled:
             return  # meanwhile another one was chosen
         known.plan, known.refusal = plan, None
@@ -507,68 +400,12 @@ class PlanCache:
         if known.trials.settled:
             known.settle()
 
-    def _yield_if_hopeless(self, known: _Known | None, budget_bytes: int) -> None:
-        """Give the budget up where it cannot be met, and find what to keep to; see the Note."""
+    def _look_at_budget(self, known: KnownStep | None, budget_bytes: int) -> None:
+        """Have the budget given up where the last step shows that it cannot be met; see `BudgetRelief`."""
         cost = self._last
-        if not (self._yields and cost is not None and cost.whole):
-            return
-        passes = cost.peak_bytes > budget_bytes
-        if not self._yielded:
-            self._passed = self._passed + 1 if passes else 0
-            self._dear = self._dear + 1 if _is_dear(cost) else 0
-            # A budget that is met is not given up because of one step that others slowed down.
-            looks = passes or self._dear >= _DEAR_STEPS
-            bounds = self._bounds_of(known) if looks and known else None
-            hopeless = bounds is not None and budget_bytes < bounds.least_bytes
-            self._yielded = hopeless or self._passed > 1
-            self._dear = 0 if self._yielded else self._dear  # counted anew, for what is kept to
-        if not self._yielded:
-            return
-        limit_bytes = self.limit_bytes(budget_bytes)
-        if known is None or self._never_again:
-            latest = next(reversed(self._known.values()), None)
-            dear = cost.rebuild_s > affordable_s(latest.graph) if latest else _is_dear(cost)
-            self._dear = self._dear + 1 if dear else 0
-            if self._dear >= _DEAR_STEPS:
-                self._dear = 0
-                left_bytes = latest.graph.peak_bytes - limit_bytes if latest else 0
-                self._limit_bytes = limit_bytes + max(limit_bytes // 10, left_bytes // 4)
-            return
-        others = [each.relief for each in self._known.values() if each.relief is not None]
-        if known.relief is None:
-            if known.graph.peak_bytes <= limit_bytes:
-                return
-            bounds = self._bounds_of(known)
-            lower_bytes = bounds.lower_bytes if bounds else 0
-            known.relief = AffordablePeak(
-                max(limit_bytes, lower_bytes),
-                known.graph,
-                self._plan_of_relief,
-                hopeless=limit_bytes < max(lower_bytes, budget_bytes + int(passes)),
-                share=others[-1].share if others else 0.5,
-            )
-        before = known.relief.plan
-        if not self._makes_plans or known.budget_bytes == limit_bytes:
-            known.costs.append(cost)
-        if len(known.costs) >= _STEPS_TO_JUDGE:
-            costs, known.costs = known.costs, []
-            rebuild_s = min(each.rebuild_s for each in costs)
-            # Another thread may recompute while no step goes on: that takes no time of a step.
-            observed_s = max(0.0, min(each.seconds - each.rebuild_s for each in costs))
-            most_s = bearable_s(observed_s, cost.ops)
-            if rebuild_s > most_s:
-                known.relief.too_dear(known.graph, self._planning, rebuild_s / max(most_s, 1e-9))
-        else:
-            known.relief.look(known.graph, self._planning, surely=not others)
-        if known.relief.plan is not before and self._makes_plans:
-            known.plan, known.costs = known.relief.plan, []
-            known.budget_bytes = self.limit_bytes(budget_bytes)
-        if known.relief.is_over:
-            known.searched = known.plan is not None
-            known.runs = max(known.runs, CALIBRATION_STEPS)
-
-    def _plan_of_relief(self, graph: StepGraph, budget_bytes: int) -> Plan:
-        return joint_heuristic.plan(graph, budget_bytes, drops=self._drops, most_work=MOST_WORK)
+        if self._yields and cost is not None and cost.whole:
+            steps = list(self._known.values())
+            self._relief.saw(cost, known, steps, budget_bytes, repeats=not self._never_again)
 
     def _forget_beginnings(self, graph: StepGraph) -> None:
         """Forget steps of a forward alone, once the whole that it begins is known."""
@@ -579,14 +416,14 @@ class PlanCache:
             ):
                 del self._known[key]
 
-    def _make_plan(self, known: _Known) -> MakePlan:
-        if self._planner != "joint" and known.runs >= CALIBRATION_STEPS and not self._yielded:
+    def _make_plan(self, known: KnownStep) -> MakePlan:
+        if self._planner != "joint" and known.runs >= CALIBRATION_STEPS and not self.yielded:
             return partial(_by_name, self._planner, known.graph, known.budget_bytes, known.links)
         return partial(
             joint_heuristic.plan,
             known.graph,
             known.budget_bytes,
-            effort=SEARCH_EFFORT if known.runs >= CALIBRATION_STEPS and not self._yielded else 0.0,
+            effort=SEARCH_EFFORT if known.runs >= CALIBRATION_STEPS and not self.yielded else 0.0,
             drops=self._drops,
             links=known.links,
         )
@@ -629,7 +466,7 @@ class PlanCache:
         if latest is not None:
             latest.record_again()
 
-    def _try(self, known: _Known, links: Links | None, only_if_s: float | None = None) -> None:
+    def _try(self, known: KnownStep, links: Links | None, only_if_s: float | None = None) -> None:
         known.links = links
         begun = _Begun(self._key_of(known), known.budget_bytes, trial=True, only_if_s=only_if_s)
         self._begin(known, begun)
@@ -657,13 +494,3 @@ def _by_name(planner: str, graph: StepGraph, budget_bytes: int, links: Links | N
     if result.plan is None:
         raise PlannerInfeasible(planner, budget_bytes, result.least_budget_bytes or 0)
     return result.plan
-
-
-def _is_dear(cost: StepCost) -> bool:
-    """Whether recomputing took more of a step than its user can bear."""
-    return cost.rebuild_s > bearable_s(cost.seconds - cost.rebuild_s, cost.ops)
-
-
-def _moved(graph: StepGraph, begin_bytes: int) -> bool:
-    """Whether so much more or less persists now that what was recorded is out of date."""
-    return abs(begin_bytes - graph.persistent_bytes) > _MOVED * graph.peak_bytes

@@ -13,7 +13,7 @@ import statistics
 from collections import deque
 
 from delta_runtime.affordable_peak import OBSERVING_S
-from delta_runtime.plan_cache import StepCost
+from delta_runtime.known_step import StepCost
 
 MOST_TIMES = 1.5
 """Of an ordinary step: what one may take that keeps to a relief."""

@@ -29,6 +29,7 @@ import torch
 from delta_runtime import raw_access
 from delta_runtime.act.plans import follow
 from delta_runtime.act.tiers import Tiers
+from delta_runtime.budget_relief import DIFFERS_BYTES
 from delta_runtime.config import Config
 from delta_runtime.core.errors import BudgetInfeasible, RecomputeMismatch
 from delta_runtime.core.events import Bounds, Distance, Place, Shortfall
@@ -37,8 +38,9 @@ from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.units import format_bytes
 from delta_runtime.core.warn import warn
 from delta_runtime.extension import _C, shielded
+from delta_runtime.known_step import StepCost
 from delta_runtime.online.policies import Policy, Stress
-from delta_runtime.plan_cache import DIFFERS_BYTES, PlanCache, StepCost
+from delta_runtime.plan_cache import PlanCache
 from delta_runtime.planning_time import PlanningTime
 from delta_runtime.plans_beside import PlansBeside
 from delta_runtime.pump import Pump

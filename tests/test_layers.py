@@ -42,12 +42,14 @@ LAYERS = {
     "online": _layer("core", "numpy scipy"),
     "planners": _layer("core", "numpy scipy", lazy="ortools"),
     "planning_time": _layer("core"),
-    "standing_aside": _layer("affordable_peak plan_cache"),
+    "standing_aside": _layer("affordable_peak known_step"),
     "affordable_peak": _layer("core planners planning_time", "numpy"),
     "plan_trials": _layer("core"),
     "plans_beside": _layer("core"),
+    "known_step": _layer("core affordable_peak plan_trials"),
+    "budget_relief": _layer("core planners affordable_peak known_step planning_time"),
     "plan_cache": _layer(
-        "core planners affordable_peak plan_trials planning_time plans_beside", "numpy"
+        "core planners budget_relief known_step plan_trials planning_time plans_beside", "numpy"
     ),
     "simulate": _layer("core online planners", "numpy scipy"),
     "report": _layer("core", "numpy scipy rich", lazy="matplotlib"),
@@ -60,8 +62,8 @@ LAYERS = {
     "torch_hooks": _layer("core extension optimizer_hooks raw_access saved_leaves _C", "torch"),
     "entered": _layer("core extension raw_access torch_hooks _C", "torch"),
     "steps": _layer(
-        "core config act extension online plan_cache planning_time plans_beside pump raw_access record report "
-        "standing_aside _C",
+        "core config act budget_relief extension known_step online plan_cache planning_time plans_beside pump "
+        "raw_access record report standing_aside _C",
         "numpy torch",
     ),
 }

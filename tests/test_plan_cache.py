@@ -14,13 +14,8 @@ from delta_runtime.core.events import Exit
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
-from delta_runtime.plan_cache import (
-    CALIBRATION_STEPS,
-    MOST_GRAPHS,
-    STEPS_TO_SETTLE,
-    PlanCache,
-    StepCost,
-)
+from delta_runtime.known_step import CALIBRATION_STEPS, StepCost
+from delta_runtime.plan_cache import MOST_GRAPHS, STEPS_TO_SETTLE, PlanCache
 from delta_runtime.plan_trials import MOST_TRIALS, TRIAL_STEPS, WATCH_STEPS
 from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.bounds import bounds_of

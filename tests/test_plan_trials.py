@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import delta_runtime as delta
-from delta_runtime.plan_cache import CALIBRATION_STEPS, STEPS_TO_SETTLE
+from delta_runtime.known_step import CALIBRATION_STEPS
+from delta_runtime.plan_cache import STEPS_TO_SETTLE
 from delta_runtime.plan_trials import TRIAL_STEPS
 from delta_runtime.report.step_report import StepTotals
 from tests.support.bitwise import Snapshot

@@ -25,7 +25,8 @@ from delta_runtime.core.interrupts import Interrupted, give_way
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
-from delta_runtime.plan_cache import CALIBRATION_STEPS, PlanCache
+from delta_runtime.known_step import CALIBRATION_STEPS
+from delta_runtime.plan_cache import PlanCache
 from delta_runtime.planners import joint_heuristic
 from delta_runtime.planning_time import PlanningTime
 from delta_runtime.plans_beside import PlansBeside

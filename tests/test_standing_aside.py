@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import delta_runtime as delta
-from delta_runtime.plan_cache import StepCost
+from delta_runtime.known_step import StepCost
 from delta_runtime.standing_aside import StandingAside
 
 TINY_OPS = StepCost(

@@ -14,7 +14,8 @@ from delta_runtime.affordable_peak import MOST_WORK
 from delta_runtime.core.events import Exit
 from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.step_graph import StepGraph
-from delta_runtime.plan_cache import CALIBRATION_STEPS, PlanCache
+from delta_runtime.known_step import CALIBRATION_STEPS
+from delta_runtime.plan_cache import PlanCache
 from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.bounds import bounds_of
 from delta_runtime.planners.evaluate import Evaluator
