@@ -16,7 +16,7 @@ _PLAIN = """
     inplace input inputs ins interrupted invalid items key kind known label largest last late launched least
     leaves line lists live local lost lower made making merged min mismatch mismatches misses missing
     modification movable name needs next now number offsets on only ordinary out outcome outdated output outs
-    over overdue parents peak per persistent planning possible predicted process proved publish queue queued rank
+    over overdue parents peak per persistent planning possible predicted process publish queue queued rank
     ratios read reads record refusals repeats report rest result rises runs searched seconds seed seen size span
     standing strict table taken tensors text threads time times to totals trace uncounted unhashed unit usage use
     uses vain wait walk warnings weights whole with work world write writes written

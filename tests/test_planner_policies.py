@@ -5,16 +5,19 @@ from __future__ import annotations
 import gc
 import importlib.util
 import warnings
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 import delta_runtime as delta
-from delta_runtime import cpu_pool
+from delta_runtime import cpu_pool, plan_cache
 from delta_runtime.core.errors import UsageError
+from delta_runtime.known_step import CALIBRATION_STEPS
 from delta_runtime.online.policies import POLICIES
-from delta_runtime.plan_cache import CALIBRATION_STEPS
+from delta_runtime.planners import checkmate
 from delta_runtime.planners.bounds import bounds_of
 from delta_runtime.planners.registry import PLANNERS
 from tests.support.fixtures import one_thread  # noqa: F401
@@ -40,7 +43,7 @@ class Block(nn.Module):
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*[Block(64) for _ in range(4)])
+    return nn.Sequential(*[Block(64) for _ in range(8)])
 
 
 def bits_of(net: nn.Module) -> list[bytes]:
@@ -118,7 +121,9 @@ def test_a_plan_is_followed_as_written_with_every_bit(net, graph, policy, share)
 
 
 @pytest.mark.parametrize("policy", EXACT)
-def test_the_least_budget_that_a_planner_names_works(net, graph, policy):
+def test_the_least_budget_that_a_planner_names_works(net, graph, policy, monkeypatch):
+    quick = replace(PLANNERS["checkmate"], plan=partial(checkmate.plan, time_limit_s=5.0))
+    monkeypatch.setattr(plan_cache, "PLANNERS", {**PLANNERS, "checkmate": quick})
     small = PLANNERS[policy].plan(graph, 1).least_budget_bytes - 96 * KIB
     assert small > bounds_of(graph).least_bytes  # joint has a plan
 

@@ -52,16 +52,14 @@ void bind_reruns(py::module_& m) {
                          const Ints& row, const Ints& make_offsets, const Ints& makes,
                          const Ints& read_offsets, const Ints& reads, const Ints& op_offsets,
                          const Ints& ops) {
-    planners::RerunColumns columns{
+    return planners::RerunColumns{
         copied(seconds),       copied(workspace),          copied(bytes),
         copied(row),           lists(make_offsets, makes), lists(read_offsets, reads),
         lists(op_offsets, ops)};
-    columns.check();
-    return columns;
   };
-  py::class_<planners::RerunColumns>(m, "Reruns",
+  py::class_<planners::RerunColumns>(m, "RerunColumns",
                                      "What making dropped values again takes; "
-                                     "csrc/planners/reruns.h.")
+                                     "csrc/planners/reruns.h. Checked by whoever takes it.")
       .def(py::init(reruns), py::kw_only(), py::arg("seconds"), py::arg("workspace"),
            py::arg("bytes"), py::arg("row"), py::arg("make_offsets"), py::arg("makes"),
            py::arg("read_offsets"), py::arg("reads"), py::arg("op_offsets"), py::arg("ops"));

@@ -143,7 +143,7 @@ bool Evaluation::is_there(int64_t row, int64_t at) const {
          played_.gone[at_(row)] > at;
 }
 
-// What has to be made for a value, parents first: to `todo_`, marked in `seen_`.
+// What has to be made for a value: to `todo_`, marked in `seen_`.
 void Evaluation::find_missing(int64_t row, int64_t at) {
   ++mark_;
   todo_.assign(1, row);
@@ -160,9 +160,6 @@ void Evaluation::find_missing(int64_t row, int64_t at) {
       }
     }
   }
-  std::sort(todo_.begin(), todo_.end(), [&](int64_t a, int64_t b) {
-    return played_.made_at[at_(a)] < played_.made_at[at_(b)];
-  });
 }
 
 // Returns the most bytes that making a value again holds for a moment.

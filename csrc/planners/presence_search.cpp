@@ -136,7 +136,6 @@ void PresenceSearch::bring(int64_t value, int64_t slot, Made& into) {
       }
     }
   }
-  work_ += static_cast<int64_t>(chain_.size());
   if (record_ != nullptr) {
     record_->insert(record_->end(), chain_.begin(), chain_.end());
   }
@@ -144,6 +143,7 @@ void PresenceSearch::bring(int64_t value, int64_t slot, Made& into) {
     return made == who_ ? as_ != As::Away : is_there(made, slot);
   };
   const Taken taken = reruns_.run(chain_, stays);
+  work_ += taken.ops;
   into.seconds += taken.seconds;
   into.held = std::max(into.held, taken.held);
   for (const int64_t made : chain_) {

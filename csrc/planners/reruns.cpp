@@ -12,10 +12,10 @@ void RerunColumns::check() const {
   const auto n_values = static_cast<int64_t>(bytes.size());
   check_count(workspace.size(), n_ops);
   check_count(row.size(), n_values);
-  check_within(row, -1, n_rows() - 1);
   makes.check(n_ops, n_values);
   reads.check(n_ops, n_values);
   ops.check(n_rows(), n_ops);
+  check_within(row, -1, n_rows() - 1);
 }
 
 Reruns::Reruns(RerunColumns columns) : columns_(std::move(columns)) {
@@ -43,7 +43,7 @@ Taken Reruns::play() {
       last_[at_(value)] = op;
     }
   }
-  Taken taken{0.0, 0.0};
+  Taken taken{0.0, 0.0, static_cast<int64_t>(order_.size())};
   double held = 0.0;
   for (const int64_t op : order_) {
     for (const int64_t value : columns_.makes.of(op)) {

@@ -29,6 +29,7 @@ struct RerunColumns {
 struct Taken {
   double seconds;
   double held;  // the most bytes, beside what stays
+  int64_t ops;  // that run
 };
 
 // Not for several threads at once: what it needs on the way is kept from call to call.

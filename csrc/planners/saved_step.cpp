@@ -17,6 +17,9 @@ void check_count(size_t found, int64_t wanted) {
 }
 
 void Lists::check(int64_t count, int64_t most) const {
+  if (offsets.empty()) {
+    throw std::invalid_argument("lists without an offset");
+  }
   check_count(offsets.size(), count + 1);
   if (offsets.front() != 0 || offsets.back() != static_cast<int64_t>(items.size())) {
     throw std::invalid_argument("offsets do not cut their column into pieces");

@@ -100,6 +100,7 @@ void Replay::make_rerun(Value& root, Rerun& rerun, PagePtrs& wanted) {
   enum State : int8_t { Unseen = 0, Open, Planned };
   std::vector<Value*> stack{&root};
   ska::flat_hash_map<OpRecord*, int8_t> ops;
+  bool numbered = true;  // each op after what it reads; threads of backward count ops at once
   while (!stack.empty()) {
     Value& v = *stack.back();
     if (fetch(v, root, rerun, wanted)) {
@@ -122,8 +123,12 @@ void Replay::make_rerun(Value& root, Rerun& rerun, PagePtrs& wanted) {
       state = Open;
       bool waiting = false;
       for (auto& ref : op->inputs) {
-        if (ref.needs_content() && !fetch(*ref.value, root, rerun, wanted) &&
-            ops[ref.value->producer.get()] != Planned) {
+        if (!ref.needs_content() || fetch(*ref.value, root, rerun, wanted)) {
+          continue;
+        }
+        OpRecord* producer = ref.value->producer.get();
+        numbered = numbered && (producer == nullptr || producer->tick < op->tick);
+        if (ops[producer] != Planned) {
           stack.push_back(ref.value.get());
           waiting = true;
         }
@@ -136,8 +141,10 @@ void Replay::make_rerun(Value& root, Rerun& rerun, PagePtrs& wanted) {
     rerun.ops.push_back(c10::intrusive_ptr<OpRecord>::reclaim_copy(op));
     stack.pop_back();
   }
-  std::stable_sort(rerun.ops.begin(), rerun.ops.end(),
-                   [](const auto& a, const auto& b) { return a->tick < b->tick; });
+  if (numbered) {
+    std::stable_sort(rerun.ops.begin(), rerun.ops.end(),
+                     [](const auto& a, const auto& b) { return a->tick < b->tick; });
+  }
   auto slot_of = [&](Value& v) -> Slot& {
     auto& slot = rerun.slots[&v];
     if (!slot.value) {

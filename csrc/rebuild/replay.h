@@ -4,10 +4,10 @@
 //  1. The rerun is made under the lock by an iterative walk from the value to what is there:
 //     resident pages, storages that live for other reasons, anchored sources. Holding their
 //     storages pins them.
-//  2. Each op of the rerun runs once, in the order of the forward: planners count on no more than
-//     that holds (delta_runtime/core/reruns.py). What it makes and what has tickets is installed in
-//     its page, the rest goes after its last use in the rerun. Under a plan that is carried out as
-//     written only what it keeps at this tick is installed, and what was asked for.
+//  2. Each op of the rerun runs once, in the order of the forward, as the planners' account of
+//     what it holds assumes (delta_runtime/core/reruns.py). What it makes and what has tickets is
+//     installed in its page, the rest goes after its last use in the rerun. Under a plan that is
+//     carried out as written only what it keeps at this tick is installed, and what was asked for.
 //  3. Ops run below autograd and without autocast, with the random numbers, flags, thread count,
 //     default dtype and grad mode that they were recorded with (random_state.h, numeric_context.h);
 //     all of that is put back afterwards, also when an op throws.

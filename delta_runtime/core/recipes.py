@@ -37,6 +37,10 @@ class Lists:
         items = (item for each in lists for item in each)
         return cls(offsets, np.fromiter(items, np.int64, int(offsets[-1])))
 
+    def counts(self) -> Ints:
+        """Return how many numbers each of them has."""
+        return np.diff(self.offsets)
+
     def as_lists(self) -> list[list[int]]:
         """Return each of them."""
         items = self.items.tolist()

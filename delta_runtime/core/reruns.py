@@ -6,13 +6,14 @@ asks.
 csrc/planners/reruns.cpp does the same.
 
 Note: a rerun (csrc/rebuild/replay.h)
-  1. Ops run in the order of the forward, each once, though several of the values need it. (The runtime also keeps
-     what an op makes beside them, if the plan wants it there. Whoever asks for that pays for the op again here.)
+  1. Ops run in the order of the forward, each once, though several of the values need it. Where the plan wants another
+     output of an op there too, the runtime keeps it; here the op counts once more when that output is asked for.
   2. What an op makes is held until the last op of the rerun that reads it has run; a saved value that is there, and is
      made again on the way, goes at once. What stays on the device is not counted: whoever asks counts it for the whole
      rerun.
   3. An op holds more while it runs: what its watermark has beyond the bytes that it made. An op that writes in place
-     made none: of its workspace as much is missing, but the version that it wrote over is counted beside the new one.
+     made none: of its workspace as much is missing. The version that it wrote over is counted beside the new one, which
+     makes up for that unless it is there already.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from delta_runtime.core.step_graph import Floats, Ints, StepGraph
 
 
 class Taken(NamedTuple):
-    """What a rerun takes: seconds, and the most bytes that it holds beside what stays."""
+    """What a rerun takes: seconds, the most bytes that it holds beside what stays, and how many ops run."""
 
     seconds: float
     held: float
+    ops: int
 
 
 class Reruns:
@@ -80,7 +82,7 @@ class Reruns:
         """
         ops = sorted({op for row in rows for op in self._ops[row]})
         held = self._held(ops, set(rows), {row for row in rows if stays(row)})
-        return Taken(sum(self._seconds[op] for op in ops), max(held, default=0.0))
+        return Taken(sum(self._seconds[op] for op in ops), max(held, default=0.0), len(ops))
 
     def _held(self, ops: Sequence[int], chain: set[int], staying: set[int]) -> list[float]:
         """Return what each of the ops of a rerun holds for a moment.
@@ -149,7 +151,7 @@ class Reruns:
     def compiled(self) -> Any:
         """Return the same for C++, where the extension was loaded."""
         assert compiled.planners is not None
-        return compiled.planners.Reruns(
+        return compiled.planners.RerunColumns(
             seconds=self.seconds,
             workspace=self.workspace,
             bytes=self.bytes,

@@ -50,8 +50,6 @@ THRESHOLDS = tuple(round(0.1 * each, 1) for each in range(1, 10))
 LP_SHARES = (0.9, 1.0, 0.8, 0.7)
 """Of the budget that the relaxation is given, in order; the paper's is the first."""
 
-_LEAST_PEAK_S = 5.0  # of the solver, to name a budget where one does not work
-
 
 class PlannerTimeout(DeltaError):
     """The time limit came before a schedule or a proof that there is none. Nothing was changed."""
@@ -203,8 +201,8 @@ def plan(
         budget_bytes: what may be live at any moment.
         tiers: not used; this planner copies nothing.
         most_ops: that the step is contracted to.
-        time_limit_s: for the solver, in all its turns; after so long the best plan so far is taken. Building the
-            programs, and naming a budget where none fits, come on top.
+        time_limit_s: for the exact programs, in all turns; after so long the best plan so far is taken. Building them,
+            their linear relaxations and the judge come on top: seconds, for 45 ops.
         gap: stop where the seconds are within this share of the bound.
 
     Raises:
@@ -225,10 +223,9 @@ def plan(
         return None if found.plan is None else contraction.expand(found.plan)
 
     def smallest() -> Plan:
-        untimed = by_size(
-            graph, most_ops, timed=False
-        )  # the budget named works for the next record
-        plans = StepProgram(untimed.graph, None).small_plans(_LEAST_PEAK_S)
+        # By bytes alone, and without a solver that the clock stops: each record has the same least budget.
+        untimed = by_size(graph, most_ops, timed=False)
+        plans = StepProgram(untimed.graph, None).small_plans()
         told = (judged(untimed.expand(each), graph).plan for each in plans)
         return min(told, key=lambda plan: plan.predicted_peak_bytes)
 
@@ -237,7 +234,7 @@ def plan(
         budget_bytes,
         at,
         smallest,
-        most_s=time_limit_s,
+        until_s=begin + time_limit_s,
         bound_s=lambda: max(bounds, default=None),
     )
     if result.feasible:

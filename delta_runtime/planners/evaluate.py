@@ -77,6 +77,7 @@ class Evaluator:
         use_op = np.maximum(np.searchsorted(graph.op_tick, graph.uses, side="right") - 1, 0)
         in_order = np.lexsort((use_row, use_op))
         self.use_op, self.use_row = use_op[in_order], use_row[in_order]
+        self.work_of_a_rerun = self.reruns.ops.counts()
         self.work_of_a_play = len(self.use_op) + len(self.made_at) + len(self.base) // 8 + 20
         self.lanes = lanes
         self._compiled = self._compile(cover)
@@ -132,7 +133,7 @@ class Evaluator:
             swapped: what is swapped; none of it is dropped.
         """
         give_way()
-        self.work += self.work_of_a_play
+        self.work += self.work_of_a_play + int(self.work_of_a_rerun[dropped].sum())
         if swapped is not None and (self.lanes is None or not swapped.any()):
             swapped = None
         if swapped is not None:
@@ -179,7 +180,7 @@ class Evaluator:
             taken = self.reruns.run([*todo], staying.__contains__)
             seconds += taken.seconds
             extra[at] = max(extra.get(at, 0.0), taken.held)
-            for made in sorted(staying, key=self.made_at.__getitem__):
+            for made in staying:
                 if not resident[made]:
                     resident[made] = True
                     back[made] = at

@@ -44,14 +44,12 @@ class Answer:
         cost: what they come to; infinite where there are none.
         bound: no solution costs less; None where that was not shown.
         impossible: it was proved that there is no solution. Without one and without that, time ran out.
-        proved: the solver ended before the time limit: no solution costs less, within the gap.
     """
 
     x: Floats | None
     cost: float
     bound: float | None
     impossible: bool
-    proved: bool = True
 
 
 class LinearProgram:
@@ -139,8 +137,7 @@ class LinearProgram:
             return Answer(None, np.inf, None, impossible=True)
         if found.status == _LIMIT and (found.x is None or not whole):
             # Without whole columns, what was reached by then need not keep to the rows.
-            bound = self._cost(bound) if whole else None
-            return Answer(None, np.inf, bound, impossible=False, proved=False)
+            return Answer(None, np.inf, self._cost(bound) if whole else None, impossible=False)
         if found.x is None or found.status not in (_OPTIMAL, _LIMIT):
             raise SolverFailed(
                 "The solver failed: it found no solution, and did not prove that there is none.",
@@ -153,7 +150,6 @@ class LinearProgram:
             float(np.dot(found.x, self._costs)),
             self._cost(bound),
             impossible=False,
-            proved=found.status == _OPTIMAL,
         )
 
     def _without_columns(self) -> Answer:

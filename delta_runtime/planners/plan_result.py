@@ -119,7 +119,7 @@ def fit(
     smallest: Callable[[], Plan | None],
     *,
     turns: int = _TURNS,
-    most_s: float = float("inf"),
+    until_s: float = float("inf"),
     bound_s: Callable[[], float | None] = lambda: None,
 ) -> PlanResult:
     """Find the fastest plan that fits among those that a planner makes for different amounts of memory.
@@ -133,7 +133,7 @@ def fit(
         at: the planner: its plan for an amount of memory by its own account; None where it has none.
         smallest: its plan that holds the least; None where it has none but the one that moves nothing.
         turns: how often the planner is asked at the most.
-        most_s: it is not asked again after so many seconds.
+        until_s: by `time.perf_counter`; it is not asked again then, but for once more where nothing fits yet.
         bound_s: tells the bound afterwards; see `PlanResult`.
     """
     begin = time.perf_counter()
@@ -141,9 +141,12 @@ def fit(
         return moving_nothing(graph, budget_bytes, begin)
     best: Judged | None = None
     low, high, asked = 0.0, 2.0 * graph.peak_bytes, float(budget_bytes)
+    late = False
     for turn in range(turns):
-        if turn > 0 and time.perf_counter() - begin > most_s:
-            break
+        if turn > 0 and time.perf_counter() > until_s:
+            if late or best is not None:
+                break
+            late = True
         plan = at(asked)
         found = judged(plan, graph) if plan is not None else None
         fits = found is None or found.verdict.peak_bytes <= budget_bytes

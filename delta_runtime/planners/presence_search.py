@@ -246,7 +246,6 @@ class PresenceSearch:
                 if parent not in chain and not self._is_found(parent, slot):
                     chain.add(parent)
                     todo.append(parent)
-        self.done += len(chain)
         if touched is not None:
             touched |= chain
         staying = {
@@ -256,6 +255,7 @@ class PresenceSearch:
         }
         self.made_now |= staying
         taken = self.reruns.run([*chain], staying.__contains__)
+        self.done += taken.ops
         return _Made(into.seconds + taken.seconds, max(into.held, taken.held))
 
     def _make(self, slot: int, value: int, how: int, touched: set[int] | None = None) -> _Made:

@@ -48,15 +48,15 @@ _SLACK = 1e-7
 _ONE, _ZERO = -1, -2  # in place of a column: a constant
 
 
-def _check(recipes: Recipes) -> None:
-    """Raise ValueError where values that may be dropped share an op of their recipes, or one needs several."""
+def _check_one_op_each(recipes: Recipes) -> None:
+    """Raise ValueError unless each value that may be dropped is rebuilt by one op, and by one of its own."""
     possible = [ops.tolist() for ops, one in zip(recipes.ops, recipes.possible, strict=True) if one]
     if (
         len({op for ops in possible for op in ops}) < len(possible)
         or max(map(len, possible), default=1) > 1
     ):
         raise ValueError(
-            "two values share an op of their recipes, or a recipe has several: contract the step"
+            "a value is rebuilt by several ops, or by one that makes another value too: contract the step"
         )
 
 
@@ -79,8 +79,7 @@ class StepProgram:
     """The program of the Note for one graph and one budget.
 
     Args:
-        graph: the step; contracted, if it has more than some tens of saved values. No op may be in the recipes of two
-            values, and no recipe have several ops: contraction sees to that.
+        graph: a contracted step: each value that may be dropped is rebuilt by one op, and by one of its own.
         budget_bytes: what may be live at any moment; None where that is what is to be made least, in place of seconds.
     """
 
@@ -89,7 +88,7 @@ class StepProgram:
         self.budget_bytes = float(graph.peak_bytes if budget_bytes is None else budget_bytes)
         self.unit = max(self.budget_bytes, 1.0)
         self.recipes: Recipes = recipes_of(graph)
-        _check(self.recipes)
+        _check_one_op_each(self.recipes)
         self.presence = Presence(graph, self.recipes)
         self.leaves = self.presence.leaves.tolist()
         self.made = self.presence.made.tolist()
@@ -277,28 +276,18 @@ class StepProgram:
             joint_heuristic.plan(self.graph, int(self.budget_bytes), effort=_EFFORT)
         )
 
-    def small_plans(self, time_limit_s: float) -> list[Plan]:
-        """Return plans that hold little, for a program without a budget; the last holds the least, if time was enough.
+    def small_plans(self) -> list[Plan]:
+        """Return plans that hold little, for a program without a budget, in seconds and the same each time.
 
-        The others are for whoever has them judged on another graph: values are there only when they are asked for, or
-        as the relaxation says, at nine thresholds. What the solver has by the time limit does not count: it would be
-        another plan each time.
-
-        Args:
-            time_limit_s: that the solver has to prove that a plan holds the least.
+        Values are there only when they are asked for, or as the relaxation says, at nine thresholds.
 
         Raises:
             SolverFailed: see `LinearProgram.solve`.
         """
-        begin = time.monotonic()
         theres = [np.zeros((self.graph.n_ops, len(self.graph.saved)), bool)]
         relaxed = self.relaxation()[0]
         if relaxed is not None:
             theres += [relaxed >= threshold for threshold in _THRESHOLDS]
-        left_s = max(time_limit_s - (time.monotonic() - begin), 0.0)
-        answer = self.program.solve(time_limit_s=left_s)
-        if answer.x is not None and answer.proved:
-            theres.append(self._there(answer.x) > 0.5)
         return [self.presence.plan(there) for there in theres]
 
     def _of(self, x: Floats) -> Plan | None:

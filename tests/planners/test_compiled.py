@@ -75,6 +75,40 @@ def assert_alike(graph: StepGraph, links: Links | None, *choice: np.ndarray) -> 
     assert fast.work == slow.work
 
 
+def test_columns_that_do_not_fit_each_other_are_refused():
+    columns = {name: np.empty(0) for name in ("seconds", "workspace", "bytes")}
+    whole = {
+        "row": [],
+        "make_offsets": [0],
+        "makes": [],
+        "read_offsets": [0],
+        "reads": [],
+        "ops": [],
+    }
+    for offsets in ([], [1], [0, 1]):
+        ints = {name: np.array(each, np.int64) for name, each in whole.items()}
+        ints["op_offsets"] = np.array(offsets, np.int64)
+        reruns = _C.planners.RerunColumns(**columns, **ints)
+        none, some = np.empty(0), np.empty(0, np.int64)
+        with pytest.raises(ValueError):
+            _C.planners.Evaluation(
+                bytes=none,
+                begin=some,
+                own_need=some,
+                parent_offsets=np.zeros(1, np.int64),
+                parents=some,
+                base=none,
+                spare=none,
+                made_at=some,
+                gone=some,
+                use_op=some,
+                use_row=some,
+                reruns=reruns,
+                lanes=[],
+                by_begin=some,
+            )
+
+
 def test_the_extension_is_what_is_used():
     assert compiled.planners is _C.planners
     graph = recorded("gpt")

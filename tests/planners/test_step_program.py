@@ -72,8 +72,8 @@ def assert_best(graph: StepGraph) -> None:
     assert (
         below.impossible or peaks[0] > 1e5
     )  # a byte of so many is less than the solver's tolerance
-    small = StepProgram(graph, None).small_plans(60.0)
-    assert validate(small[-1], graph).peak_bytes == peaks[0]
+    for each in StepProgram(graph, None).small_plans():
+        assert validate(each, graph).peak_bytes >= peaks[0]
 
 
 @settings(max_examples=60, deadline=None)
@@ -157,8 +157,8 @@ def test_what_is_there_only_when_it_is_asked_for_need_not_hold_least():
     )
     graph = each_apart(graph)
     program = StepProgram(graph, None)
-    nothing, *_, least = [validate(each, graph).peak_bytes for each in program.small_plans(10.0)]
-    assert least < nothing
+    nothing, *others = [validate(each, graph).peak_bytes for each in program.small_plans()]
+    assert min(others) < nothing
 
 
 def test_the_least_budget_is_the_same_for_each_record():
@@ -192,7 +192,7 @@ def test_without_anything_to_choose():
     nothing = step_graph([Op((), (8,), ())])
     assert solved(nothing, 7).impossible
     assert solved(nothing, 0).impossible
-    assert len(StepProgram(nothing, None).small_plans(1.0)) > 0
+    assert len(StepProgram(nothing, None).small_plans()) > 0
 
 
 def test_out_of_time_what_was_rounded_counts_and_the_bound():
