@@ -1,7 +1,7 @@
 """The judge of plans: walks a step op by op under a plan, and says what it takes, or why it cannot work.
 
-A naive interpreter, slower than any planner and simpler than all of them. It shares no line with their own
-evaluation, so what both agree on was derived twice. Covers every `Plan` on every `StepGraph`. Does not
+A plain interpreter, simpler than any planner. It shares no line with their own evaluation, so what both agree
+on was derived twice. Covers every `Plan` on every `StepGraph`. Does not
 cover whether another plan is better.
 
 Note: the account
@@ -20,6 +20,8 @@ Note: the account
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,19 +80,27 @@ def _intervals_of(plan: Plan, graph: StepGraph, *, copies: bool) -> dict[int, li
     if len({len(column) for column in columns}) != 1 or offsets != sorted(offsets):
         raise InvalidPlan("the columns do not fit each other")
     saved = set(graph.saved.tolist())
+    held_until = _held_until(graph)
+    ticks = {*graph.op_tick.tolist(), graph.ticks}
     found = dict(enumerate(plan.intervals()))
     for value, intervals in found.items():
         if value in saved:
-            _check(value, intervals, graph, copies=copies)
+            _check(value, intervals, graph, ticks, held_until[value], copies=copies)
         elif intervals:
             raise InvalidPlan(f"value {value}: it is not saved, so nothing holds it")
     return {value: found[value] for value in sorted(saved)}
 
 
-def _check(value: int, intervals: list[Interval], graph: StepGraph, *, copies: bool) -> None:
-    ticks = {*graph.op_tick.tolist(), graph.ticks}
+def _check(
+    value: int,
+    intervals: list[Interval],
+    graph: StepGraph,
+    ticks: set[int],
+    held_until: int,
+    *,
+    copies: bool,
+) -> None:
     made_at = int(graph.op_tick[graph.value_op[value]])
-    held_until = _held_until(value, graph)
 
     def refuse(why: str) -> None:
         raise InvalidPlan(f"value {value}: {why}")
@@ -117,13 +127,17 @@ def _check(value: int, intervals: list[Interval], graph: StepGraph, *, copies: b
             refuse(f"a copy back starts at {back_at}, but none went out")
 
 
-def _held_until(value: int, graph: StepGraph) -> int:
-    """Return the tick before which letting go of a value frees nothing: forward saves it, reads it, or holds it."""
-    row = graph.saved.tolist().index(value)
-    until = max(int(graph.saved_at[row]) + 1, int(graph.alone_at[row]))
-    for op in range(graph.n_ops):
-        if not graph.op_backward[op] and value in graph.inputs_of(op).tolist():
-            until = max(until, int(graph.op_tick[op]) + 1)
+def _held_until(graph: StepGraph) -> dict[int, int]:
+    """Return until when letting go of each saved value frees nothing: forward saves it, reads it, or holds it."""
+    columns = (graph.saved.tolist(), graph.saved_at.tolist(), graph.alone_at.tolist())
+    until = {
+        value: max(saved_at + 1, alone_at)
+        for value, saved_at, alone_at in zip(*columns, strict=True)
+    }
+    for op in np.flatnonzero(~graph.op_backward).tolist():
+        for value in graph.inputs_of(op).tolist():
+            if value in until:
+                until[value] = max(until[value], int(graph.op_tick[op]) + 1)
     return until
 
 
@@ -147,9 +161,15 @@ class _Walk:
             self.makes[op].append(value)
         saved = graph.saved.tolist()
         self.released_at = dict(zip(saved, graph.released_at.tolist(), strict=True))
+        self.saved_at = dict(zip(saved, graph.saved_at.tolist(), strict=True))
+        self.alone_at = dict(zip(saved, graph.alone_at.tolist(), strict=True))
+        self.read_by: dict[int, list[int]] = {value: [] for value in saved}  # in forward
+        for op in np.flatnonzero(~graph.op_backward).tolist():
+            for value in self.reads[op]:
+                if value in self.read_by:
+                    self.read_by[value].append(op)
         self.there: set[int] = set()
         self.in_use: set[int] = set()  # by the node that runs
-        self.idle_from: dict[tuple[int, int], int] = {}  # of the intervals that end with a copy
         self.copied_s: dict[int, float] = {}  # when the copy out of a value is done
         self.arrives_s: dict[int, float] = {}  # when its copy back is
         self.out_free_s = self.in_free_s = 0.0
@@ -158,42 +178,99 @@ class _Walk:
     def run(self) -> Verdict:
         graph = self.graph
         live = np.zeros(graph.n_ops)
-        asked: dict[int, list[int]] = {op: [] for op in range(-1, graph.n_ops)}
-        for row, value in enumerate(graph.saved.tolist()):
-            for tick in graph.uses[graph.use_offsets[row] : graph.use_offsets[row + 1]].tolist():
-                op = sum(at <= tick for at in self.tick) - 1
-                if op >= self.made_by[value]:  # else it is of no use to anybody yet
-                    asked[op].append(value)
+        asked = self._asked()
+        begins_at, moves = self._begins(), self._moves()
+        away, behind = self._away(), self._behind()
         for op in range(graph.n_ops):
             tick = self.tick[op]
-            self._leave(op, tick)
+            self._leave(op, tick, moves[op])
             self.clock_s += max(float(np.nan_to_num(graph.op_seconds[op])), 0.0)
-            begins = self._arrive(tick)
+            begins = self._arrive(begins_at.get(tick, []))
             held = max([0.0, *(self._bring(value, op, tick) for value in [*asked[op], *begins])])
-            away = sum(
-                self.bytes[value]
-                for value, released_at in self.released_at.items()
-                if self.made_by[value] <= op and not self._takes_room(value, tick)
-                if tick <= released_at and value not in self.in_use
-            )
+            not_away = sum(self.bytes[value] for value in self.in_use if self._is_away(value, op))
             most = int(graph.op_ordinary_bytes[op]) + self.watermark[op]
-            live[op] = max(most, min(self._behind(op), most) + held) - away
+            live[op] = max(most, min(behind[op], most) + held) - (away[op] - not_away)
             if asked[op] and not graph.contracted:
                 self.in_use = set(asked[op])
         return Verdict(live, self.rebuild_s, self.stall_s)
 
-    def _behind(self, op: int) -> int:
-        """Return ordinary live bytes between an op and the next one; what goes there may not have gone yet."""
+    def _op_of(self, tick: int) -> int:
+        """Return the last op at a tick or before it; -1 if there is none."""
+        return bisect_right(self.tick, tick) - 1
+
+    def _first_op_from(self, tick: int) -> int:
+        return bisect_left(self.tick, tick)
+
+    def _asked(self) -> list[list[int]]:
+        """Return for each op the values that are asked for behind it."""
         graph = self.graph
+        asked: list[list[int]] = [[] for _ in range(graph.n_ops)]
+        for row, value in enumerate(graph.saved.tolist()):
+            for tick in graph.uses[graph.use_offsets[row] : graph.use_offsets[row + 1]].tolist():
+                op = self._op_of(tick)
+                if op >= self.made_by[value]:  # else it is of no use to anybody yet
+                    asked[op].append(value)
+        return asked
+
+    def _begins(self) -> dict[int, list[tuple[int, int]]]:
+        """Return by tick the values of which an interval but the first begins, and how each of them left."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for value, intervals in self.intervals.items():
+            for before, interval in itertools.pairwise(intervals):
+                found.setdefault(interval.begin, []).append((value, before.exit))
+        return found
+
+    def _moves(self) -> list[list[int]]:
+        """Return for each op the values for which something may happen before it."""
+        found: list[list[int]] = [[] for _ in range(self.graph.n_ops + 1)]
+        for value in self.graph.saved.tolist():
+            ops = {self.made_by[value]}
+            for begin, end, exit_, copy_back_at in self.intervals[value]:
+                if exit_ == Exit.SWAP:
+                    ops.add(self._idle_from(value, begin, end))
+                for tick in (end, copy_back_at):
+                    ops.update(range(self._first_op_from(tick), self._op_of(tick) + 1))
+            for op in ops:
+                found[op].append(value)
+        return found
+
+    def _away(self) -> list[int]:
+        """Return bytes of what is away at each op, and would be there in the ordinary step."""
+        changes = [0] * (self.graph.n_ops + 1)
+        for value, first, last in self._spans_away():
+            changes[first] += self.bytes[value]
+            changes[last] -= self.bytes[value]
+        return list(itertools.accumulate(changes))
+
+    def _spans_away(self) -> Iterator[tuple[int, int, int]]:
+        """Yield from which op to before which a value is away."""
+        for value, intervals in self.intervals.items():
+            until = self._op_of(self.released_at[value]) + 1
+            leaves, since = until, NEVER
+            for begin, end, _, copy_back_at in intervals:
+                comes_back = self._first_op_from(begin if since == NEVER else since)
+                if leaves < min(comes_back, until):
+                    yield value, leaves, min(comes_back, until)
+                leaves, since = max(self._first_op_from(end), self.made_by[value]), copy_back_at
+            if leaves < until:
+                yield value, leaves, until
+
+    def _is_away(self, value: int, op: int) -> bool:
+        tick = self.tick[op]
+        within = self.made_by[value] <= op and tick <= self.released_at[value]
+        return within and not self._takes_room(value, tick)
+
+    def _behind(self) -> list[int]:
+        """Return ordinary live bytes between each op and the next one; what goes there may not have gone yet."""
+        graph = self.graph
+        ordinary: list[int] = graph.op_ordinary_bytes.tolist()
         if graph.contracted:
-            return int(graph.op_ordinary_bytes[op])
-        if op + 1 == graph.n_ops:
-            return int(graph.op_ordinary_bytes[op]) + self.watermark[op]
-        return int(graph.op_ordinary_bytes[op + 1]) + sum(
-            self.bytes[value]
-            for value, released_at in self.released_at.items()
-            if self.tick[op] <= released_at < self.tick[op + 1]
-        )
+            return ordinary
+        going = [0] * (graph.n_ops + 1)
+        for value, released_at in self.released_at.items():
+            going[self._op_of(released_at)] += self.bytes[value]
+        at_end = [each + self.watermark[-1] for each in ordinary[-1:]]
+        return [next_ + going[op] for op, next_ in enumerate(ordinary[1:])] + at_end
 
     def _wait_until(self, then_s: float) -> None:
         self.stall_s += max(then_s - self.clock_s, 0.0)
@@ -207,16 +284,14 @@ class _Walk:
             since = copy_back_at
         return False
 
-    def _leave(self, op: int, tick: int) -> None:
+    def _leave(self, op: int, tick: int, values: Iterable[int]) -> None:
         """Before an op: what is made begins, copies start in both directions, and values leave."""
-        for row, value in enumerate(self.graph.saved.tolist()):
+        for value in values:
             if self.made_by[value] == op:
                 self.there.add(value)
             for begin, end, exit_, copy_back_at in self.intervals[value]:
                 if exit_ == Exit.SWAP and value not in self.copied_s:
-                    if (value, begin) not in self.idle_from:
-                        self.idle_from[value, begin] = self._idle_from(row, value, begin, end)
-                    if op >= self.idle_from[value, begin]:
+                    if op >= self._idle_from(value, begin, end):
                         self.out_free_s = self._copy(value, self.out_free_s, out=True)
                         self.copied_s[value] = self.out_free_s
                 if end == tick:
@@ -227,20 +302,12 @@ class _Walk:
                     self.in_free_s = self._copy(value, self.in_free_s, out=False)
                     self.arrives_s[value] = self.in_free_s
 
-    def _idle_from(self, row: int, value: int, begin: int, end: int) -> int:
+    def _idle_from(self, value: int, begin: int, end: int) -> int:
         """Return the op from which nobody reads a value any more before an interval of it ends."""
-        graph = self.graph
-        last = self.made_by[value]
-        for op in range(graph.n_ops):
-            if not begin <= self.tick[op] < end:
-                continue
-            if self.tick[op] <= graph.saved_at[row] or op <= last:
-                last = max(last, op)
-            if not graph.op_backward[op] and value in self.reads[op]:
-                last = op
-            if self.tick[op] < graph.alone_at[row]:
-                last = op
-        return last + 1
+        first, last = self._first_op_from(begin), self._first_op_from(end) - 1
+        held = self._op_of(max(self.saved_at[value], self.alone_at[value] - 1))
+        reads = [op for op in [*self.read_by[value], min(held, last)] if first <= op <= last]
+        return max([self.made_by[value], *reads]) + 1
 
     def _copy(self, value: int, free_s: float, *, out: bool) -> float:
         """When a copy is done that starts now, or as soon as its lane is free."""
@@ -250,17 +317,16 @@ class _Walk:
             free_s = max(free_s, self.copied_s.get(value, 0.0))
         return max(self.clock_s, free_s) + self.bytes[value] / speed
 
-    def _arrive(self, tick: int) -> list[int]:
+    def _arrive(self, begins: Iterable[tuple[int, int]]) -> list[int]:
         """Wait for the copies that are needed now; say which values are to be rebuilt now."""
-        begins = []
-        for value, intervals in self.intervals.items():
-            for before, interval in itertools.pairwise(intervals):
-                if interval.begin == tick and before.exit == Exit.SWAP:
-                    self._wait_until(self.arrives_s[value])
-                    self.there.add(value)
-                elif interval.begin == tick:
-                    begins.append(value)
-        return sorted(begins)
+        rebuilt = []
+        for value, left_by in begins:
+            if left_by == Exit.SWAP:
+                self._wait_until(self.arrives_s[value])
+                self.there.add(value)
+            else:
+                rebuilt.append(value)
+        return sorted(rebuilt)
 
     def _bring(self, value: int, op: int, tick: int) -> float:
         """Rebuild a value, and what it is rebuilt from, as far as that is not there.
