@@ -201,8 +201,9 @@ def plan(
         budget_bytes: what may be live at any moment.
         tiers: not used; this planner copies nothing.
         most_ops: that the step is contracted to.
-        time_limit_s: for the exact programs, in all turns; after so long the best plan so far is taken. Building them,
-            their linear relaxations and the judge come on top: seconds, for 45 ops.
+        time_limit_s: for the exact programs, in all turns; after so long the best plan so far is taken, and where there
+            is none, relaxations alone are rounded. Building programs, relaxations and the judge come on top: seconds,
+            for 45 ops.
         gap: stop where the seconds are within this share of the bound.
 
     Raises:

@@ -133,7 +133,7 @@ def fit(
         at: the planner: its plan for an amount of memory by its own account; None where it has none.
         smallest: its plan that holds the least; None where it has none but the one that moves nothing.
         turns: how often the planner is asked at the most.
-        until_s: by `time.perf_counter`; it is not asked again then, but for once more where nothing fits yet.
+        until_s: by `time.perf_counter`; from then on it is asked again only as long as nothing fits.
         bound_s: tells the bound afterwards; see `PlanResult`.
     """
     begin = time.perf_counter()
@@ -141,12 +141,9 @@ def fit(
         return moving_nothing(graph, budget_bytes, begin)
     best: Judged | None = None
     low, high, asked = 0.0, 2.0 * graph.peak_bytes, float(budget_bytes)
-    late = False
     for turn in range(turns):
-        if turn > 0 and time.perf_counter() > until_s:
-            if late or best is not None:
-                break
-            late = True
+        if turn > 0 and best is not None and time.perf_counter() > until_s:
+            break
         plan = at(asked)
         found = judged(plan, graph) if plan is not None else None
         fits = found is None or found.verdict.peak_bytes <= budget_bytes
