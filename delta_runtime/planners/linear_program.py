@@ -90,6 +90,10 @@ class LinearProgram:
         self._whole.append(whole)
         return len(self._costs) - 1
 
+    def __len__(self) -> int:
+        """Return how many columns there are."""
+        return len(self._costs)
+
     def row(self, terms: Iterable[tuple[int, float]], lower: float, upper: float) -> None:
         """Limit a sum.
 
