@@ -51,18 +51,23 @@ void bind_reruns(py::module_& m) {
   const auto reruns = [](const Floats& seconds, const Floats& workspace, const Floats& bytes,
                          const Ints& row, const Ints& make_offsets, const Ints& makes,
                          const Ints& read_offsets, const Ints& reads, const Ints& op_offsets,
-                         const Ints& ops) {
-    return planners::RerunColumns{
-        copied(seconds),       copied(workspace),          copied(bytes),
-        copied(row),           lists(make_offsets, makes), lists(read_offsets, reads),
-        lists(op_offsets, ops)};
+                         const Ints& ops, bool in_order) {
+    return planners::RerunColumns{copied(seconds),
+                                  copied(workspace),
+                                  copied(bytes),
+                                  copied(row),
+                                  lists(make_offsets, makes),
+                                  lists(read_offsets, reads),
+                                  lists(op_offsets, ops),
+                                  in_order};
   };
   py::class_<planners::RerunColumns>(m, "RerunColumns",
                                      "What making dropped values again takes; "
                                      "csrc/planners/reruns.h. Checked by whoever takes it.")
       .def(py::init(reruns), py::kw_only(), py::arg("seconds"), py::arg("workspace"),
            py::arg("bytes"), py::arg("row"), py::arg("make_offsets"), py::arg("makes"),
-           py::arg("read_offsets"), py::arg("reads"), py::arg("op_offsets"), py::arg("ops"));
+           py::arg("read_offsets"), py::arg("reads"), py::arg("op_offsets"), py::arg("ops"),
+           py::arg("in_order"));
 }
 
 std::unique_ptr<planners::Evaluation> evaluation(

@@ -162,9 +162,7 @@ void Evaluation::find_missing(int64_t row, int64_t at) {
   }
 }
 
-// Returns the most bytes that making a value again holds for a moment.
-double Evaluation::rebuild(int64_t row, int64_t at, const uint8_t* dropped_twice,
-                           Outcome& outcome) {
+Taken Evaluation::rebuild(int64_t row, int64_t at, const uint8_t* dropped_twice, Outcome& outcome) {
   find_missing(row, at);
   const auto stays = [&](int64_t made) {
     const bool goes_again = dropped_twice[made] != 0 && played_.step.own_need[at_(made)] > at;
@@ -179,7 +177,7 @@ double Evaluation::rebuild(int64_t row, int64_t at, const uint8_t* dropped_twice
       away_[at_(at)] -= played_.step.bytes[at_(made)];
     }
   }
-  return taken.held;
+  return taken;
 }
 
 Outcome Evaluation::play(const uint8_t* dropped, const uint8_t* dropped_twice,
@@ -205,11 +203,11 @@ Outcome Evaluation::play(const uint8_t* dropped, const uint8_t* dropped_twice,
     if (is_there(played_.use_row[use], at)) {
       continue;
     }
-    const double most = rebuild(played_.use_row[use], at, dropped_twice, outcome);
+    const Taken taken = rebuild(played_.use_row[use], at, dropped_twice, outcome);
     if (extra_[at_(at)] < 0) {
       extra_ops_.push_back(at);
     }
-    extra_[at_(at)] = std::max(extra_[at_(at)], most);
+    extra_[at_(at)] = std::max(extra_[at_(at)] - taken.kept, taken.held);
   }
   for (int64_t row = 0; row < n_saved(); ++row) {
     if (dropped[row] != 0 && outcome.back[at_(row)] < 0) {

@@ -56,7 +56,7 @@ class Evaluation {
   void find_needs(const uint8_t* dropped);
   double lay_copies(const uint8_t* dropped, const uint8_t* swapped);
   bool is_there(int64_t row, int64_t at) const;
-  double rebuild(int64_t row, int64_t at, const uint8_t* dropped_twice, Outcome& outcome);
+  Taken rebuild(int64_t row, int64_t at, const uint8_t* dropped_twice, Outcome& outcome);
   void find_missing(int64_t row, int64_t at);
   void sort_by_need(const uint8_t* swapped);
 

@@ -145,7 +145,7 @@ void PresenceSearch::bring(int64_t value, int64_t slot, Made& into) {
   const Taken taken = reruns_.run(chain_, stays);
   work_ += taken.ops;
   into.seconds += taken.seconds;
-  into.held = std::max(into.held, taken.held);
+  into.held = std::max(into.held - taken.kept, taken.held);
   for (const int64_t made : chain_) {
     if (stays(made)) {
       made_in_[at_(made)] = slot_mark_;
@@ -180,7 +180,8 @@ PresenceSearch::Made PresenceSearch::make(int64_t slot, int64_t value, As as) {
   return made;
 }
 
-// What it takes more to have a value back in a slot whose rebuilds do not touch it.
+// About what it takes more to have a value back in a slot whose rebuilds do not touch it: as if it
+// were made last.
 PresenceSearch::Made PresenceSearch::make_alone(int64_t slot, int64_t value) {
   ++slot_mark_;
   for (const int64_t each : slot_[at_(slot)].backs) {

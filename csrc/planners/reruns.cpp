@@ -28,6 +28,11 @@ Reruns::Reruns(RerunColumns columns) : columns_(std::move(columns)) {
   last_.assign(columns_.bytes.size(), 0);
 }
 
+bool Reruns::stays(int64_t value) const {
+  const int64_t row = columns_.row[at_(value)];
+  return row >= 0 && staying_[at_(row)] == mark_;
+}
+
 Taken Reruns::play() {
   std::sort(order_.begin(), order_.end());
   for (const int64_t op : order_) {
@@ -43,17 +48,27 @@ Taken Reruns::play() {
       last_[at_(value)] = op;
     }
   }
-  Taken taken{0.0, 0.0, static_cast<int64_t>(order_.size())};
-  double held = 0.0;
+  Taken taken{0.0, 0.0, 0.0, static_cast<int64_t>(order_.size())};
   for (const int64_t op : order_) {
     for (const int64_t value : columns_.makes.of(op)) {
-      const int64_t row = columns_.row[at_(value)];
-      if (row < 0 || staying_[at_(row)] != mark_) {
-        held += columns_.bytes[at_(value)];
-        ends_[at_(last_[at_(value)])] += columns_.bytes[at_(value)];
+      if (columns_.in_order && stays(value)) {
+        taken.kept += columns_.bytes[at_(value)];
       }
     }
-    taken.held = std::max(taken.held, held + columns_.workspace[at_(op)]);
+  }
+  double held = 0.0;
+  double later = taken.kept;  // of it, what is not made yet
+  for (const int64_t op : order_) {
+    for (const int64_t value : columns_.makes.of(op)) {
+      const double bytes = columns_.bytes[at_(value)];
+      if (stays(value)) {
+        later = std::max(later - bytes, 0.0);
+      } else {
+        held += bytes;
+        ends_[at_(last_[at_(value)])] += bytes;
+      }
+    }
+    taken.held = std::max(taken.held, held + columns_.workspace[at_(op)] - later);
     held -= std::exchange(ends_[at_(op)], 0.0);
     taken.seconds += columns_.seconds[at_(op)];
   }

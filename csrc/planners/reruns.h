@@ -20,6 +20,7 @@ struct RerunColumns {
   Lists makes;                    // values of each op
   Lists reads;                    // of them, those that each op reads
   Lists ops;                      // of each saved value
+  bool in_order;                  // whether it is known what is made first
 
   int64_t n_rows() const { return ops.count(); }
   // Throws std::invalid_argument where columns do not fit each other.
@@ -28,7 +29,8 @@ struct RerunColumns {
 
 struct Taken {
   double seconds;
-  double held;  // the most bytes, beside what stays
+  double held;  // the most bytes, beyond what is there at the end
+  double kept;  // bytes that it leaves there; 0 in a contracted step
   int64_t ops;  // that run
 };
 
@@ -59,6 +61,7 @@ class Reruns {
   }
 
  private:
+  bool stays(int64_t value) const;
   Taken play();
 
   RerunColumns columns_;

@@ -9,9 +9,12 @@ Note: a rerun (csrc/rebuild/replay.h)
   1. Ops run in the order of the forward, each once, though several of the values need it. Where the plan wants another
      output of an op there too, the runtime keeps it; here the op counts once more when that output is asked for.
   2. What an op makes is held until the last op of the rerun that reads it has run; a saved value that is there, and is
-     made again on the way, goes at once. What stays on the device is not counted: whoever asks counts it for the whole
-     rerun.
-  3. An op holds more while it runs: what its watermark has beyond the bytes that it made. An op that writes in place
+     made again on the way, goes at once.
+  3. What stays on the device takes its bytes from when it is made. Whoever asks counts them from before: what is made
+     later is taken off. Behind one op there may be several reruns, one after the other: what autograd asks for,
+     in the order in which the values were saved, then what is made early. While one runs, what the next ones make is
+     not there yet. In a contracted step nobody knows the order, and nothing is taken off.
+  4. An op holds more while it runs: what its watermark has beyond the bytes that it made. An op that writes in place
      made none: of its workspace as much is missing. The version that it wrote over is counted beside the new one, which
      makes up for that unless it is there already.
 """
@@ -30,10 +33,18 @@ from delta_runtime.core.step_graph import Floats, Ints, StepGraph
 
 
 class Taken(NamedTuple):
-    """What a rerun takes: seconds, the most bytes that it holds beside what stays, and how many ops run."""
+    """What a rerun takes.
+
+    Args:
+        seconds: of its ops.
+        held: the most bytes on the device, beyond those that are there when it has ended.
+        kept: bytes of what it leaves there, which reruns before it do not hold; 0 in a contracted step.
+        ops: how many run.
+    """
 
     seconds: float
     held: float
+    kept: float
     ops: int
 
 
@@ -49,6 +60,7 @@ class Reruns:
         makes, reads: for each op values, numbered anew; what no recipe makes is not among them.
         ops: for each saved value the ops of its recipe, numbered anew.
         bytes, row: of each value, and its row in `graph.saved`; -1 where it is not saved.
+        in_order: whether it is known what is made first (rule 3).
     """
 
     def __init__(self, graph: StepGraph, recipes: Recipes) -> None:
@@ -68,6 +80,7 @@ class Reruns:
         row = np.full(graph.n_values, -1, np.int64)
         row[graph.saved] = np.arange(len(graph.saved))
         self.row: Ints = row[made]
+        self.in_order = not graph.contracted
         self._seconds, self._workspace = self.seconds.tolist(), self.workspace.tolist()
         self._makes, self._reads = self.makes.as_lists(), self.reads.as_lists()
         self._ops = self.ops.as_lists()
@@ -81,11 +94,22 @@ class Reruns:
             stays: whether one of them stays on the device.
         """
         ops = sorted({op for row in rows for op in self._ops[row]})
-        held = self._held(ops, set(rows), {row for row in rows if stays(row)})
-        return Taken(sum(self._seconds[op] for op in ops), max(held, default=0.0), len(ops))
+        staying = {row for row in rows if stays(row)}
+        passing = self._held(ops, set(rows), staying)
+        arrives = [self._kept_bytes(op, staying) if self.in_order else 0.0 for op in ops]
+        kept = later = sum(arrives)
+        most = 0.0
+        for held, here in zip(passing, arrives, strict=True):
+            later -= here
+            most = max(most, held - later)
+        return Taken(sum(self._seconds[op] for op in ops), most, kept, len(ops))
+
+    def _kept_bytes(self, op: int, staying: set[int]) -> float:
+        made = self._makes[op]
+        return float(sum(self._bytes[value] for value in made if self._row[value] in staying))
 
     def _held(self, ops: Sequence[int], chain: set[int], staying: set[int]) -> list[float]:
-        """Return what each of the ops of a rerun holds for a moment.
+        """Return what each of the ops of a rerun holds for a moment, beside what stays.
 
         Args:
             ops: in order.
@@ -119,7 +143,8 @@ class Reruns:
             stays: whether one of them stays on the device.
 
         Returns:
-            For each saved value the most bytes that one of its ops holds for a moment; 0 where no such rerun runs it.
+            For each saved value the most bytes that one of its ops holds for a moment, beside all that stays; 0 where
+            no such rerun runs it.
         """
         staying = {row for row in rows if stays(row)}
         needed_by: dict[int, list[int]] = {}
@@ -162,4 +187,5 @@ class Reruns:
             reads=self.reads.items,
             op_offsets=self.ops.offsets,
             ops=self.ops.items,
+            in_order=self.in_order,
         )

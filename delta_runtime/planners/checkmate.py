@@ -193,8 +193,9 @@ def plan(
 ) -> PlanResult:
     """Return the fastest plan for a recorded step, contracted to few ops; see `contraction` and `step_program`.
 
-    The bound holds for the contracted step. Where it has no plan that fits, the plan of `joint_heuristic` for the whole
-    step is the result, if that fits, and `PlanResult.fallback` says so.
+    The bound holds for the contracted step. Where it has no plan that fits, or none but the one that holds the least,
+    the plan of `joint_heuristic` for the whole step is the result, if that fits and is faster, and
+    `PlanResult.fallback` says so.
 
     Args:
         graph: the recorded step.
@@ -214,6 +215,7 @@ def plan(
     contraction = by_size(graph, most_ops)
     exact = StepProgram(contraction.graph, budget_bytes)
     bounds: list[float] = []
+    least: list[Plan] = []
 
     def at(memory: float) -> Plan | None:
         program = exact if memory == budget_bytes else StepProgram(contraction.graph, memory)
@@ -228,7 +230,8 @@ def plan(
         untimed = by_size(graph, most_ops, timed=False)
         plans = StepProgram(untimed.graph, None).small_plans()
         told = (judged(untimed.expand(each), graph).plan for each in plans)
-        return min(told, key=lambda plan: plan.predicted_peak_bytes)
+        least.append(min(told, key=lambda plan: plan.predicted_peak_bytes))
+        return least[0]
 
     result = fit(
         graph,
@@ -238,10 +241,10 @@ def plan(
         until_s=begin + time_limit_s,
         bound_s=lambda: max(bounds, default=None),
     )
-    if result.feasible:
+    if result.feasible and not least:
         return result
     other = judged(joint_heuristic.plan(graph, budget_bytes), graph)
-    if other.verdict.peak_bytes <= budget_bytes:
+    if other.verdict.peak_bytes <= budget_bytes and other.seconds < result.seconds:
         return result_of(other, budget_bytes, begin, bound_s=result.bound_s, fallback="joint")
     return result
 

@@ -179,7 +179,7 @@ class Evaluator:
             }
             taken = self.reruns.run([*todo], staying.__contains__)
             seconds += taken.seconds
-            extra[at] = max(extra.get(at, 0.0), taken.held)
+            extra[at] = max(extra.get(at, 0.0) - taken.kept, taken.held)
             for made in staying:
                 if not resident[made]:
                     resident[made] = True

@@ -256,7 +256,7 @@ class PresenceSearch:
         self.made_now |= staying
         taken = self.reruns.run([*chain], staying.__contains__)
         self.done += taken.ops
-        return _Made(into.seconds + taken.seconds, max(into.held, taken.held))
+        return _Made(into.seconds + taken.seconds, max(into.held - taken.kept, taken.held))
 
     def _make(self, slot: int, value: int, how: int, touched: set[int] | None = None) -> _Made:
         """Return what the rebuilds of a slot take with one value looked at in another way; -1: with none."""
@@ -274,7 +274,7 @@ class PresenceSearch:
         return made
 
     def _make_alone(self, slot: int, value: int) -> _Made:
-        """Return what they take with a value back that they do not touch."""
+        """Return about what they take with a value back that they do not touch: as if it were made last."""
         self.made_now = set(self.slots[slot].backs)
         self.who, self.how = value, _BACK
         made = self._bring(value, slot, self.slots[slot].made)

@@ -9,10 +9,11 @@ Note: the account
   2. Autograd asks for a value, once it is made, between two ops. That, and what is rebuilt for it, is charged to
      the first of the two. The node that asked holds the value until another one asks for something, whatever
      the plan says. What the program let go of before the first op begins is not found.
-  3. Each value that autograd asks for, or whose interval begins, is rebuilt by a run of ops, each once. What
-     they make, and does not stay, is held until the last of them that reads it has run; beside it each holds
-     its workspace. That comes on top of what is live between the two ops, where what the first held for a
-     moment has gone.
+  3. Each value that autograd asks for, and then each whose interval begins, is rebuilt by a run of ops, each
+     once. What they make, and does not stay, is held until the last of them that reads it has run; beside it
+     each holds its workspace. What stays counts from when it is made; in a contracted step, where nobody knows
+     what is made first, from the op's begin. That comes on top of what is live between the two ops, where what
+     the first held for a moment has gone.
   4. Copies go through one lane in each direction, one after the other. A copy out starts when forward has
      read the value for the last time. The step waits for a copy that is late.
 """
@@ -186,7 +187,10 @@ class _Walk:
             self._leave(op, tick, moves[op])
             self.clock_s += max(float(np.nan_to_num(graph.op_seconds[op])), 0.0)
             begins = self._arrive(begins_at.get(tick, []))
-            held = max([0.0, *(self._bring(value, op, tick) for value in [*asked[op], *begins])])
+            held = 0.0
+            for value in [*asked[op], *begins]:
+                most, stays = self._bring(value, op, tick)
+                held = max(held - stays, most)
             not_away = sum(self.bytes[value] for value in self.in_use if self._is_away(value, op))
             most = int(graph.op_ordinary_bytes[op]) + self.watermark[op]
             live[op] = max(most, min(behind[op], most) + held) - (away[op] - not_away)
@@ -328,14 +332,14 @@ class _Walk:
                 rebuilt.append(value)
         return sorted(rebuilt)
 
-    def _bring(self, value: int, op: int, tick: int) -> float:
+    def _bring(self, value: int, op: int, tick: int) -> tuple[float, int]:
         """Rebuild a value, and what it is rebuilt from, as far as that is not there.
 
         Returns:
-            Bytes that this holds for a moment, beside what is there afterwards.
+            The most bytes that this holds, beyond what is there afterwards; and bytes that were not there before.
         """
         if self._is_there(value, op):
-            return 0.0
+            return 0.0, 0
         if not self._stays(value, op):
             raise InvalidPlan(f"value {value} is asked for behind op {op}, and is not there")
         chains: dict[int, set[int]] = {}  # ops of each value that is rebuilt
@@ -355,10 +359,19 @@ class _Walk:
         seconds = self._seconds(ops)
         self.rebuild_s += seconds
         self.clock_s += seconds
-        return self._held(ops, staying, set(chains))
+        later = set() if self.graph.contracted else staying
+        most = self._held(ops, staying, later, set(chains))
+        return most, sum(self.bytes[each] for each in later)
 
-    def _held(self, ops: set[int], staying: set[int], wanted: set[int]) -> float:
-        """Return the most bytes that ops hold which run again for what is wanted, beside what stays."""
+    def _held(self, ops: set[int], staying: set[int], later: set[int], wanted: set[int]) -> float:
+        """Return the most bytes that ops hold which run again for what is wanted, beside what stays.
+
+        Args:
+            ops: that run.
+            staying: what they make that stays.
+            later: what of it takes no bytes before it is made.
+            wanted: all values that are made.
+        """
         needed_by = {
             value: op
             for op in sorted(ops)
@@ -374,7 +387,8 @@ class _Walk:
                 if begin <= op <= max(begin, needed_by.get(value, begin))
             )
             own = sum(self.bytes[value] for value in self.makes[op])
-            most = max(most, held + max(self.watermark[op] - own, 0))
+            to_come = sum(self.bytes[value] for value in later if self.made_by[value] > op)
+            most = max(most, held + max(self.watermark[op] - own, 0) - to_come)
         return most
 
     def _is_there(self, value: int, op: int) -> bool:

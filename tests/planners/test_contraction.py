@@ -86,7 +86,7 @@ def test_nor_of_a_real_step(name):
     there = random_presence(presence, np.random.default_rng(0))
     plan = presence.plan(with_what_is_read(there, presence))
     says, does = validate(plan, found.graph), validate(found.expand(plan), found.whole)
-    assert 0.9 * says.peak_bytes <= does.peak_bytes <= says.peak_bytes
+    assert 0.85 * says.peak_bytes <= does.peak_bytes <= says.peak_bytes
     assert 0.7 * says.rebuild_s <= does.rebuild_s <= says.rebuild_s + 1e-9
 
 

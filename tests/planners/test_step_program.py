@@ -14,6 +14,7 @@ import delta_runtime.extension  # noqa: F401  the inner loops in C++
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.planners import checkmate, joint_heuristic
 from delta_runtime.planners.contraction import by_size
+from delta_runtime.planners.plan_result import judged
 from delta_runtime.planners.presence import Presence
 from delta_runtime.planners.step_program import Outcome, StepProgram
 from delta_runtime.planners.validate import validate
@@ -175,6 +176,14 @@ def test_the_least_budget_is_the_same_for_each_record():
     found = checkmate.plan(other, least.least_budget_bytes, time_limit_s=1.0)
     assert found.feasible
     assert found.fallback == ""
+    # A little more, and joint has a plan too; it is faster than the one that holds least.
+    budget_bytes = int(1.1 * least.least_budget_bytes)
+    joint = judged(joint_heuristic.plan(graph, budget_bytes), graph)
+    assert joint.verdict.peak_bytes <= budget_bytes
+    assert joint.seconds < found.seconds
+    more = checkmate.plan(graph, budget_bytes, time_limit_s=0.0)
+    assert more.seconds <= joint.seconds
+    assert more.fallback == ("joint" if more.seconds == joint.seconds else "")
 
 
 def test_what_is_not_contracted_is_refused():

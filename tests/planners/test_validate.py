@@ -152,6 +152,31 @@ def test_what_a_rebuild_holds_for_a_moment_is_charged_when_the_op_before_has_let
     assert validate(planned(both), graph).live_bytes[12] == 32 * MIB
 
 
+def test_what_stays_takes_no_room_before_it_is_made():
+    """Rebuilding value 3 passes through values 1 and 2, and value 3 is made when value 1 has gone."""
+    drops = {
+        value: [Interval(value, value + 2, Exit.DROP), Interval(14 - value, TICKS)]
+        for value in (1, 2, 3)
+    }
+    ordinary = int(CHAIN.op_ordinary_bytes[11])
+    assert judged(drops).live_bytes[11] == ordinary - 16 * MIB + 8 * MIB
+    contracted = validate(planned(drops), replace(CHAIN, contracted=True))
+    assert contracted.live_bytes[11] == ordinary - 16 * MIB + 16 * MIB
+
+
+def test_nor_does_what_is_back_early_while_that_is_made_which_is_asked_for():
+    """Rebuilding value 4 passes through value 3; value 1 is made behind that."""
+    late = [Interval(1, 3, Exit.DROP), Interval(13, TICKS)]
+    early = [Interval(1, 3, Exit.DROP), Interval(10, TICKS)]
+    others = {
+        3: [Interval(3, 5, Exit.DROP), Interval(11, TICKS)],
+        4: [Interval(4, 6, Exit.DROP), Interval(10, TICKS)],
+    }
+    ordinary = int(CHAIN.op_ordinary_bytes[10])
+    assert judged({**others, 1: late}).live_bytes[10] == ordinary - 16 * MIB + 8 * MIB
+    assert judged({**others, 1: early}).live_bytes[10] == ordinary - 8 * MIB
+
+
 def test_what_was_let_go_of_before_an_op_is_not_found_by_a_rebuild_behind_it():
     """Value 0 goes behind op 4; value 1 is rebuilt from it behind op 5, and what goes behind that is found."""
     for gone_behind, runs in ((4, 2), (5, 1)):
