@@ -20,6 +20,7 @@ Note: the recurrence
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -30,13 +31,17 @@ from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import Floats, Ints, StepGraph
 from delta_runtime.core.transfer import Links
 from delta_runtime.planners.chain import Action, Chain, Kind, replay
-from delta_runtime.planners.plan_result import PlanResult, fit
+from delta_runtime.planners.plan_result import Judged, PlanResult, judged, moving_nothing, result_of
 from delta_runtime.planners.solution import Solution
 from delta_runtime.planners.step_chain import StepChain
 
 SLOTS = 500
 
 _FINE_SLOTS = 2000  # for the least memory, which rounding up would miss
+_MOST_MEMORY = (
+    1.5  # times the budget: the judge may find that a plan holds less than the chain says
+)
+_MOST_JUDGED = 20  # schedules of one table at first, and as many around the best of these
 
 
 def solve(
@@ -64,12 +69,8 @@ def solve(
     chain = Chain(f, b, a, abar, f_tmp, b_tmp, g)
     if slots is not None and slots < 1:
         raise ValueError(f"slots must be at least 1, not {slots}")
-    sizes, room = _in_units(chain, memory, SLOTS if slots is None else slots)
-    left = room - int(sizes.a[0])
-    if left < 0:
-        return None
-    table = _Table(chain, sizes, left)
-    schedule = table.schedule(left)
+    table = _table(chain, memory, SLOTS if slots is None else slots)
+    schedule = None if table is None else table.schedule(table.columns - 1)
     if schedule is None:
         return None
     seconds, peak = replay(chain, schedule)
@@ -81,29 +82,70 @@ def plan(
 ) -> PlanResult:
     """Return the fastest plan for a recorded step, taken as a chain; see `step_chain`.
 
+    One table has the schedules for all amounts of memory up to a half more than the budget. Some that take different
+    times are judged on the whole step, then those around the fastest that fits; the fastest of all that fit is taken.
+
     Args:
         graph: the recorded step.
         budget_bytes: what may be live at any moment.
         tiers: not used; this planner copies nothing.
         slots: see `solve`.
     """
+    begin = time.perf_counter()
+    if graph.peak_bytes <= budget_bytes:
+        return moving_nothing(graph, budget_bytes, begin)
     chain = StepChain(graph)
     columns = chain.columns()
-    sizes = (columns.a, columns.abar, columns.f_tmp, columns.b_tmp)
+    table = _table(columns, _MOST_MEMORY * budget_bytes, int(_MOST_MEMORY * slots))
+    best = None if table is None else _best_of(table, chain, budget_bytes)
+    if best is None:
+        ends = (chain.plan_of_schedule(_smallest(columns)), Plan.moving_nothing(graph))
+        best = min((judged(each, graph) for each in ends), key=lambda each: each.verdict.peak_bytes)
+    return result_of(best, budget_bytes, begin)
 
-    def at(memory: float, slots: int = slots) -> Plan | None:
-        found = solve(columns.f, columns.b, *sizes, memory, slots, columns.g)
-        return None if found is None else chain.plan_of_schedule(found.schedule)
 
-    def smallest() -> Plan | None:
-        memory = least_memory(*sizes, columns.g)
-        found = at(memory, _FINE_SLOTS)
-        while found is None:
-            memory *= 1 + 1 / _FINE_SLOTS
-            found = at(memory, _FINE_SLOTS)
-        return found
+def _best_of(table: _Table, chain: StepChain, budget_bytes: int) -> Judged | None:
+    """Return the fastest of the plans that a table has for the whole step and that fit; None where none does."""
+    rooms = table.rooms()
+    plans: dict[int, Judged] = {}
 
-    return fit(graph, budget_bytes, at, smallest)
+    def best() -> int | None:
+        fit = [each for each, plan in plans.items() if plan.verdict.peak_bytes <= budget_bytes]
+        return min(fit, key=lambda each: plans[each].seconds, default=None)
+
+    def judge(places: Ints) -> None:
+        for each in places.tolist():
+            schedule = None if each in plans else table.schedule(int(rooms[each]))
+            if schedule is not None:
+                plans[each] = judged(chain.plan_of_schedule(schedule), chain.contraction.whole)
+
+    coarse = np.unique(np.linspace(0, len(rooms) - 1, min(_MOST_JUDGED, len(rooms))).astype(int))
+    judge(coarse)
+    around = best()
+    if around is None:
+        return None
+    at = int(np.searchsorted(coarse, around))
+    ends = coarse[max(at - 1, 0)], coarse[min(at + 1, len(coarse) - 1)]
+    judge(np.unique(np.linspace(*ends, _MOST_JUDGED).astype(int)))
+    return plans[best() or around]
+
+
+def _smallest(chain: Chain) -> list[Action]:
+    """Return a schedule that holds about the least."""
+    memory = least_memory(chain.a, chain.abar, chain.f_tmp, chain.b_tmp, chain.g)
+    while True:
+        table = _table(chain, memory, _FINE_SLOTS)
+        schedule = table and table.schedule(table.columns - 1)
+        if schedule:
+            return schedule
+        memory *= 1 + 1 / _FINE_SLOTS
+
+
+def _table(chain: Chain, memory: float, slots: int) -> _Table | None:
+    """Return the table for so much memory; None where the first stage's input does not fit."""
+    sizes, room = _in_units(chain, memory, slots)
+    left = room - int(sizes.a[0])
+    return _Table(chain, sizes, left) if left >= 0 else None
 
 
 def least_memory(
@@ -257,6 +299,13 @@ class _Table:
         values = self.by_t[t][s + 1 : s + 1 + count, m] + self.by_s[s][:count, m]
         best = int(values.argmin())
         return float(values[best] - self.seconds[s]), s + 1 + best
+
+    def rooms(self) -> Ints:
+        """Return the least room for each time that the whole chain may take, the most room first."""
+        seconds = self.by_s[0][self.n]
+        fits = np.isfinite(seconds)
+        faster = fits & np.append(True, seconds[1:] < seconds[:-1])
+        return np.flatnonzero(faster)[::-1]
 
     def schedule(self, room: int) -> list[Action] | None:
         """Return what to do with so much room beside the first stage's input; None where it is too little."""
