@@ -1,9 +1,9 @@
 """Do plans of every planner come out as predicted when real models follow them?
 
 A benchmark. Trains M1 and M2 of scripts/workloads.py under `policy=` rotor, checkmate, min_peak and joint, at shares of
-the activations and at the least budget that each planner names. Every block of managed steps has an ordinary one before
-and after it, in one process, on one training state; each block begins with steps that are not timed, and the least of
-the others counts. Gradients are compared bit by bit with the ordinary step's. Takes about half an hour on two idle cores
+the activations and at the least budget that each planner names. Every block of managed steps has an ordinary one
+before and after it, in one process, on one training state; each begins with steps that are not timed, and the least of
+the others counts. Gradients are compared bit by bit with the ordinary step's. Takes half an hour on two idle cores
 (`--models tiny_gpt --rounds 3`: a minute); needs no GPU. Exits 1 if gradients differ, a budget was passed, or a plan
 was not followed that was called feasible.
 
