@@ -1,11 +1,10 @@
 """Do plans of every planner come out as predicted when real models follow them?
 
 A benchmark. Trains M1 and M2 of scripts/workloads.py under `policy=` rotor, checkmate, min_peak and joint, at shares of
-the activations and at the least budget that each planner names. Every block of managed steps has an ordinary one
-before and after it, in one process, on one training state; each begins with steps that are not timed, and the least of
-the others counts. Gradients are compared bit by bit with the ordinary step's. Takes half an hour on two idle cores
-(`--models tiny_gpt --rounds 3`: a minute); needs no GPU. Exits 1 if gradients differ, a budget was passed, or a plan
-was not followed that was called feasible.
+the activations and at the least budget that each planner names. Three managed steps and three
+ordinary ones take turns, in one process, on one training state; the last of three is timed. Gradients are compared bit
+by bit with the ordinary step's. Takes half an hour on two idle cores (`--models tiny_gpt --rounds 3`: a minute);
+needs no GPU. Exits 1 if gradients differ, a budget was passed, or a plan was not followed that was called feasible.
 
     python -m benchmarks.planned [--models resnet50,gpt] [--planners rotor,checkmate,min_peak,joint]
         [--shares 0.7,0.5,0.35] [--rounds 7] [--no-least] [--json FILE]
@@ -43,11 +42,12 @@ from benchmarks.common import (
 from delta_runtime import cpu_pool
 from delta_runtime.known_step import CALIBRATION_STEPS
 from delta_runtime.planners.registry import PLANNERS
+from delta_runtime.report.step_report import StepTotals
 from scripts.train_plain import THREADS
 from scripts.workloads import TrainState
 
 _WIDTH = 140
-_SETTLING, _TIMED = 2, 2  # steps of one kind in a row
+_SETTLING = 2  # steps of a kind before one is timed
 _A_LITTLE_MORE = 1.005  # records differ a little from run to run
 SHOWN = ("rotor", "checkmate", "min_peak", "joint")
 
@@ -116,22 +116,34 @@ def record(state: TrainState) -> delta.StepGraph:
     return graph
 
 
-def timed(state: TrainState, index: int, runtime: delta.Runtime | None) -> float:
-    """Run steps that are not timed, and return the least seconds of some that are.
+def timed(
+    state: TrainState,
+    index: int,
+    runtime: delta.Runtime | None,
+    seen: list[StepTotals] | None = None,
+) -> float:
+    """Run steps that are not timed, and return the seconds of one that is.
+
+    What each managed step came to is added to `seen`.
 
     The pool gives memory back that a managed step does not need, and the next ordinary one pays for getting it again;
     so may one or two behind it, where the processor time of the machine is shared out.
     """
     for _ in range(_SETTLING):
-        train_step(state, state.batch(index), runtime)
-    return min(_seconds(state, index, runtime) for _ in range(_TIMED))
+        _seconds(state, index, runtime, seen)
+    return _seconds(state, index, runtime, seen)
 
 
-def _seconds(state: TrainState, index: int, runtime: delta.Runtime | None) -> float:
+def _seconds(
+    state: TrainState, index: int, runtime: delta.Runtime | None, seen: list[StepTotals] | None
+) -> float:
     batch = state.batch(index)
     begin = time.perf_counter()
     train_step(state, batch, runtime)
-    return time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
+    if runtime is not None and seen is not None:
+        seen.append(runtime.report().last)
+    return seconds
 
 
 def run(state: TrainState, row: Row, rounds: int) -> Row:
@@ -151,14 +163,11 @@ def run(state: TrainState, row: Row, rounds: int) -> Row:
     plan, graph = runtime.plan(), runtime.graph()
     assert plan is not None
     equal = gradients(state, 1, None) == gradients(state, 1, runtime)
-    ratios, rebuilds, peak, away = [], [], 0, 0
+    ratios: list[float] = []
+    seen: list[StepTotals] = []
     before = timed(state, 2, None)
     for index in range(rounds):
-        managed = timed(state, index, runtime)
-        last = runtime.report().last
-        peak = max(peak, last.peak_bytes)
-        away += last.plan_misses > 0
-        rebuilds.append(last.rebuild_s)
+        managed = timed(state, index, runtime, seen)
         after = timed(state, index, None)
         ratios.append(managed / ((before + after) / 2))
         before = after
@@ -171,13 +180,13 @@ def run(state: TrainState, row: Row, rounds: int) -> Row:
         True,
         0,
         predicted_bytes=plan.predicted_peak_bytes,
-        peak_bytes=peak,
+        peak_bytes=max(each.peak_bytes for each in seen),
         predicted_ratio=1 + plan.predicted_seconds / graph.seconds,
         ratio=Spread.of(ratios),
         predicted_rebuilds_s=plan.predicted_seconds,
-        rebuilds_s=Spread.of(rebuilds).median,
+        rebuilds_s=Spread.of([each.rebuild_s for each in seen]).median,
         equal=equal,
-        away=away,
+        away=sum(each.plan_misses > 0 for each in seen),
     )
 
 

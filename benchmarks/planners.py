@@ -312,19 +312,21 @@ def twin_seconds(plan: Callable[[], Any]) -> str:
 
 
 def waits_s(goes_on: Callable[[], bool]) -> list[float]:
-    """Return how long this thread waited for Python's lock behind each of its ops, the longest first.
+    """Return how long this thread waited for Python's lock behind each of its ops.
 
     It does what training does: a little Python, then an op that runs without the lock; here a nap.
     """
     waits = []
-    while goes_on():
+    going = True
+    while going:
+        going = goes_on()
         ends_s = time.perf_counter() + _PYTHON_S
         while time.perf_counter() < ends_s:
             pass
         begin_s = time.perf_counter()
         time.sleep(_OP_S)
         waits.append(time.perf_counter() - begin_s - _OP_S)
-    return sorted(waits, reverse=True)
+    return waits
 
 
 def measure_beside(console: Console) -> None:
@@ -339,6 +341,7 @@ def measure_beside(console: Console) -> None:
         begin_s = time.perf_counter()
         waits = waits_s(goes_on)
         seconds = time.perf_counter() - begin_s
+        waits.sort(reverse=True)
         part = [waits[int(share * (len(waits) - 1))] for share in (0.5, 0.001, 0)]
         long = sum(each > _LONG_S for each in waits)
         figures = (f"{seconds:.1f}", str(len(waits)), str(long))

@@ -51,7 +51,7 @@ void bind_reruns(py::module_& m) {
   const auto reruns = [](const Floats& seconds, const Floats& workspace, const Floats& bytes,
                          const Ints& row, const Ints& make_offsets, const Ints& makes,
                          const Ints& read_offsets, const Ints& reads, const Ints& op_offsets,
-                         const Ints& ops, bool in_order) {
+                         const Ints& ops, bool takes_off) {
     return planners::RerunColumns{copied(seconds),
                                   copied(workspace),
                                   copied(bytes),
@@ -59,7 +59,7 @@ void bind_reruns(py::module_& m) {
                                   lists(make_offsets, makes),
                                   lists(read_offsets, reads),
                                   lists(op_offsets, ops),
-                                  in_order};
+                                  takes_off};
   };
   py::class_<planners::RerunColumns>(m, "RerunColumns",
                                      "What making dropped values again takes; "
@@ -67,7 +67,7 @@ void bind_reruns(py::module_& m) {
       .def(py::init(reruns), py::kw_only(), py::arg("seconds"), py::arg("workspace"),
            py::arg("bytes"), py::arg("row"), py::arg("make_offsets"), py::arg("makes"),
            py::arg("read_offsets"), py::arg("reads"), py::arg("op_offsets"), py::arg("ops"),
-           py::arg("in_order"));
+           py::arg("takes_off"));
 }
 
 std::unique_ptr<planners::Evaluation> evaluation(

@@ -203,11 +203,14 @@ Outcome Evaluation::play(const uint8_t* dropped, const uint8_t* dropped_twice,
     if (is_there(played_.use_row[use], at)) {
       continue;
     }
+    if (extra_[at_(at)] < 0) {
+      reruns_.begin();
+    }
     const Taken taken = rebuild(played_.use_row[use], at, dropped_twice, outcome);
     if (extra_[at_(at)] < 0) {
       extra_ops_.push_back(at);
     }
-    extra_[at_(at)] = std::max(extra_[at_(at)] - taken.kept, taken.held);
+    extra_[at_(at)] = std::max(extra_[at_(at)], taken.held);
   }
   for (int64_t row = 0; row < n_saved(); ++row) {
     if (dropped[row] != 0 && outcome.back[at_(row)] < 0) {

@@ -145,7 +145,7 @@ void PresenceSearch::bring(int64_t value, int64_t slot, Made& into) {
   const Taken taken = reruns_.run(chain_, stays);
   work_ += taken.ops;
   into.seconds += taken.seconds;
-  into.held = std::max(into.held - taken.kept, taken.held);
+  into.held = std::max(into.held - (early_ ? taken.kept : 0.0), taken.held);
   for (const int64_t made : chain_) {
     if (stays(made)) {
       made_in_[at_(made)] = slot_mark_;
@@ -159,9 +159,12 @@ PresenceSearch::Made PresenceSearch::make(int64_t slot, int64_t value, As as) {
   who_ = value;
   as_ = as;
   Made made{0.0, 0.0};
+  reruns_.begin();
+  early_ = false;
   for (const int64_t each : slots_.asked.of(slot)) {
     bring(each, slot, made);
   }
+  early_ = true;
   const bool back = value >= 0 && as == As::Back;
   bool done = !back;
   for (const int64_t each : slot_[at_(slot)].backs) {
@@ -190,6 +193,8 @@ PresenceSearch::Made PresenceSearch::make_alone(int64_t slot, int64_t value) {
   who_ = value;
   as_ = As::Back;
   Made made = slot_[at_(slot)].made;
+  reruns_.begin();
+  early_ = true;
   bring(value, slot, made);
   who_ = -1;
   return made;

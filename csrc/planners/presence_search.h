@@ -127,6 +127,7 @@ class PresenceSearch {
   int64_t slot_mark_ = 0;
   int64_t who_ = -1;
   As as_ = As::There;
+  bool early_ = false;  // whether what is made now is made before it is asked for
   std::vector<int64_t>* record_ = nullptr;
   std::vector<double> costs_;  // four for each slot: before and in it away or there
   std::vector<double> cost_;

@@ -23,14 +23,27 @@ Reruns::Reruns(RerunColumns columns) : columns_(std::move(columns)) {
   in_chain_.assign(at_(n_rows()), 0);
   staying_.assign(at_(n_rows()), 0);
   ran_.assign(columns_.seconds.size(), 0);
+  ran_behind_.assign(columns_.seconds.size(), 0);
   ends_.assign(columns_.seconds.size(), 0.0);
   made_.assign(columns_.bytes.size(), 0);
   last_.assign(columns_.bytes.size(), 0);
 }
 
-bool Reruns::stays(int64_t value) const {
+bool Reruns::is_kept(int64_t value) const {
   const int64_t row = columns_.row[at_(value)];
   return row >= 0 && staying_[at_(row)] == mark_;
+}
+
+// Bytes of what an op makes that stays and is not there yet.
+double Reruns::arrives(int64_t op) {
+  const bool ran = std::exchange(ran_behind_[at_(op)], behind_) == behind_;
+  double bytes = 0.0;
+  for (const int64_t value : columns_.makes.of(op)) {
+    if (columns_.takes_off && !ran && is_kept(value)) {
+      bytes += columns_.bytes[at_(value)];
+    }
+  }
+  return bytes;
 }
 
 Taken Reruns::play() {
@@ -49,25 +62,22 @@ Taken Reruns::play() {
     }
   }
   Taken taken{0.0, 0.0, 0.0, static_cast<int64_t>(order_.size())};
+  arrives_.clear();
   for (const int64_t op : order_) {
-    for (const int64_t value : columns_.makes.of(op)) {
-      if (columns_.in_order && stays(value)) {
-        taken.kept += columns_.bytes[at_(value)];
-      }
-    }
+    arrives_.push_back(arrives(op));
+    taken.kept += arrives_.back();
   }
   double held = 0.0;
   double later = taken.kept;  // of it, what is not made yet
-  for (const int64_t op : order_) {
+  for (size_t place = 0; place < order_.size(); ++place) {
+    const int64_t op = order_[place];
     for (const int64_t value : columns_.makes.of(op)) {
-      const double bytes = columns_.bytes[at_(value)];
-      if (stays(value)) {
-        later = std::max(later - bytes, 0.0);
-      } else {
-        held += bytes;
-        ends_[at_(last_[at_(value)])] += bytes;
+      if (!is_kept(value)) {
+        held += columns_.bytes[at_(value)];
+        ends_[at_(last_[at_(value)])] += columns_.bytes[at_(value)];
       }
     }
+    later -= arrives_[place];
     taken.held = std::max(taken.held, held + columns_.workspace[at_(op)] - later);
     held -= std::exchange(ends_[at_(op)], 0.0);
     taken.seconds += columns_.seconds[at_(op)];

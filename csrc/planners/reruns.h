@@ -20,7 +20,7 @@ struct RerunColumns {
   Lists makes;                    // values of each op
   Lists reads;                    // of them, those that each op reads
   Lists ops;                      // of each saved value
-  bool in_order;                  // whether it is known what is made first
+  bool takes_off;                 // whether what stays and is not made yet is taken off
 
   int64_t n_rows() const { return ops.count(); }
   // Throws std::invalid_argument where columns do not fit each other.
@@ -40,6 +40,9 @@ class Reruns {
   explicit Reruns(RerunColumns columns);
 
   int64_t n_rows() const { return columns_.n_rows(); }
+
+  // Before the reruns behind an op of the step.
+  void begin() { ++behind_; }
 
   // Of one rerun of `rows`, of which some stay.
   template <typename Stays>
@@ -61,18 +64,22 @@ class Reruns {
   }
 
  private:
-  bool stays(int64_t value) const;
+  bool is_kept(int64_t value) const;
+  double arrives(int64_t op);
   Taken play();
 
   RerunColumns columns_;
-  int64_t mark_ = 0;  // of this rerun
+  int64_t mark_ = 0;    // of this rerun
+  int64_t behind_ = 0;  // of the op of the step
   std::vector<int64_t> order_;
-  std::vector<int64_t> in_chain_;  // the mark of the rerun of which each row was last,
-  std::vector<int64_t> staying_;   // in which it stayed,
-  std::vector<int64_t> ran_;       // each op ran,
-  std::vector<int64_t> made_;      // and each value was made
-  std::vector<int64_t> last_;      // op that reads each value last
-  std::vector<double> ends_;       // bytes that go once an op ran
+  std::vector<int64_t> in_chain_;    // the mark of the rerun of which each row was last,
+  std::vector<int64_t> staying_;     // in which it stayed,
+  std::vector<int64_t> ran_;         // each op ran,
+  std::vector<int64_t> made_;        // and each value was made
+  std::vector<int64_t> ran_behind_;  // the mark of the op of the step behind which each op ran last
+  std::vector<double> arrives_;      // bytes that stay, of each op in `order_`
+  std::vector<int64_t> last_;        // op that reads each value last
+  std::vector<double> ends_;         // bytes that go once an op ran
 };
 
 }  // namespace delta::planners

@@ -10,10 +10,12 @@ Note: a rerun (csrc/rebuild/replay.h)
      output of an op there too, the runtime keeps it; here the op counts once more when that output is asked for.
   2. What an op makes is held until the last op of the rerun that reads it has run; a saved value that is there, and is
      made again on the way, goes at once.
-  3. What stays on the device takes its bytes from when it is made. Whoever asks counts them from before: what is made
-     later is taken off. Behind one op there may be several reruns, one after the other: what autograd asks for,
-     in the order in which the values were saved, then what is made early. While one runs, what the next ones make is
-     not there yet. In a contracted step nobody knows the order, and nothing is taken off.
+  3. What stays on the device takes its bytes from when it is made. The caller's level includes all that stays, so
+     what is not made yet is taken off. Behind one op there may be several reruns: first of what autograd asks for, in
+     an order that nobody knows, then of what is made early, in the order of the values. While one of the first kind
+     runs, nothing of the second is there; while one of the second runs, what the next ones make is not there. What an
+     op made that ran before, behind the same op of the step, may be there already (rule 1), and is not taken
+     off. In a contracted step nothing is: its ops stand for several.
   4. An op holds more while it runs: what its watermark has beyond the bytes that it made. An op that writes in place
      made none: of its workspace as much is missing. The version that it wrote over is counted beside the new one, which
      makes up for that unless it is there already.
@@ -38,7 +40,7 @@ class Taken(NamedTuple):
     Args:
         seconds: of its ops.
         held: the most bytes on the device, beyond those that are there when it has ended.
-        kept: bytes of what it leaves there, which reruns before it do not hold; 0 in a contracted step.
+        kept: bytes of what it leaves there, and reruns before it do not hold; 0 in a contracted step.
         ops: how many run.
     """
 
@@ -60,7 +62,7 @@ class Reruns:
         makes, reads: for each op values, numbered anew; what no recipe makes is not among them.
         ops: for each saved value the ops of its recipe, numbered anew.
         bytes, row: of each value, and its row in `graph.saved`; -1 where it is not saved.
-        in_order: whether it is known what is made first (rule 3).
+        takes_off: whether what is not made yet is taken off (rule 3).
     """
 
     def __init__(self, graph: StepGraph, recipes: Recipes) -> None:
@@ -80,23 +82,28 @@ class Reruns:
         row = np.full(graph.n_values, -1, np.int64)
         row[graph.saved] = np.arange(len(graph.saved))
         self.row: Ints = row[made]
-        self.in_order = not graph.contracted
+        self.takes_off = not graph.contracted
         self._seconds, self._workspace = self.seconds.tolist(), self.workspace.tolist()
         self._makes, self._reads = self.makes.as_lists(), self.reads.as_lists()
         self._ops = self.ops.as_lists()
         self._bytes, self._row = self.bytes.tolist(), self.row.tolist()
 
-    def run(self, rows: Sequence[int], stays: Callable[[int], bool]) -> Taken:
+    def run(
+        self, rows: Sequence[int], stays: Callable[[int], bool], ran: set[int] | None = None
+    ) -> Taken:
         """Return what making values again takes.
 
         Args:
             rows: of `graph.saved`.
             stays: whether one of them stays on the device.
+            ran: ops that ran before, behind the same op of the step; those that run now are added.
         """
         ops = sorted({op for row in rows for op in self._ops[row]})
         staying = {row for row in rows if stays(row)}
         passing = self._held(ops, set(rows), staying)
-        arrives = [self._kept_bytes(op, staying) if self.in_order else 0.0 for op in ops]
+        ran = set() if ran is None else ran
+        arrives = [0.0 if op in ran else self._kept_bytes(op, staying) for op in ops]
+        ran.update(ops)
         kept = later = sum(arrives)
         most = 0.0
         for held, here in zip(passing, arrives, strict=True):
@@ -105,6 +112,8 @@ class Reruns:
         return Taken(sum(self._seconds[op] for op in ops), most, kept, len(ops))
 
     def _kept_bytes(self, op: int, staying: set[int]) -> float:
+        if not self.takes_off:
+            return 0.0
         made = self._makes[op]
         return float(sum(self._bytes[value] for value in made if self._row[value] in staying))
 
@@ -162,7 +171,10 @@ class Reruns:
 
     def held_alone(self) -> list[float]:
         """Return what making each saved value again, from what it is rebuilt from, holds beside it."""
-        return [self.run([row], lambda _: True).held for row in range(len(self._ops))]
+        return [
+            max(self._held(sorted(ops), {row}, {row}), default=0.0)
+            for row, ops in enumerate(self._ops)
+        ]
 
     def in_order_of(self, rows: Ints) -> Reruns:
         """Return the same with other numbers for saved values: their places in `rows`, which holds each once."""
@@ -187,5 +199,5 @@ class Reruns:
             reads=self.reads.items,
             op_offsets=self.ops.offsets,
             ops=self.ops.items,
-            in_order=self.in_order,
+            takes_off=self.takes_off,
         )

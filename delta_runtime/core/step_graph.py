@@ -46,6 +46,21 @@ class RecordedOn:
     in_bytes_per_s: float = 0.0
 
 
+_MOST = 2.0  # times what an op is expected to take when it runs again
+_LITTLE_S = 1e-4
+
+
+def _middle_ratio(first_s: Floats, again_s: Floats) -> float:
+    """Return the ratio between measured seconds that half of `first_s` lies below; 1 where nothing was measured."""
+    measured = first_s > 0
+    first, ratio = first_s[measured], again_s[measured] / first_s[measured]
+    if not len(ratio):
+        return 1.0
+    order = np.argsort(ratio)
+    below = np.cumsum(first[order])
+    return float(ratio[order][np.searchsorted(below, below[-1] / 2)])
+
+
 @dataclass(frozen=True, eq=False)
 class StepGraph:
     """One forward and backward, as it was observed.
@@ -147,14 +162,25 @@ class StepGraph:
 
         As measured, where that was. Else `op_seconds` times the ratio that other ops of its name
         showed (inputs that are not in the cache any more, cheaper ways that replay takes), or 1.
+        An op is not believed that was measured while something else held the machine up: it
+        counts at most twice what its first run and the ratio say, and a tenth of a millisecond.
         """
         known = np.isfinite(self.op_replay_seconds)
-        numbers: dict[str, int] = {}
-        name = np.array([numbers.setdefault(each, len(numbers)) for each in self.op_name], np.int64)
-        first = np.bincount(name[known], self.op_seconds[known], len(numbers))
-        again = np.bincount(name[known], self.op_replay_seconds[known], len(numbers))
-        ratio = np.divide(again, first, out=np.ones(len(numbers)), where=first > 0)
-        return np.where(known, self.op_replay_seconds, self.op_seconds * ratio[name])
+        if self.contracted:  # an op stands for several
+            return np.where(known, self.op_replay_seconds, self.op_seconds)
+        usual = max(_middle_ratio(self.op_seconds[known], self.op_replay_seconds[known]), 1.0)
+        of_name: dict[str, list[int]] = {}
+        for op in np.flatnonzero(known).tolist():
+            of_name.setdefault(self.op_name[op], []).append(op)
+        ratios = {
+            name: min(
+                _middle_ratio(self.op_seconds[ops], self.op_replay_seconds[ops]), _MOST * usual
+            )
+            for name, ops in of_name.items()
+        }
+        ratio = np.array([ratios.get(name, 1.0) for name in self.op_name], np.float64)
+        most = _MOST * np.maximum(ratio, 1.0) * self.op_seconds + _LITTLE_S
+        return np.where(known, np.minimum(self.op_replay_seconds, most), self.op_seconds * ratio)
 
     @cached_property
     def first_use(self) -> Ints:

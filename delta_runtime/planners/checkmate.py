@@ -215,7 +215,7 @@ def plan(
     contraction = by_size(graph, most_ops)
     exact = StepProgram(contraction.graph, budget_bytes)
     bounds: list[float] = []
-    least: list[Plan] = []
+    smallest_asked = False
 
     def at(memory: float) -> Plan | None:
         program = exact if memory == budget_bytes else StepProgram(contraction.graph, memory)
@@ -226,12 +226,13 @@ def plan(
         return None if found.plan is None else contraction.expand(found.plan)
 
     def smallest() -> Plan:
+        nonlocal smallest_asked
+        smallest_asked = True
         # By bytes alone, and without a solver that the clock stops: each record has the same least budget.
         untimed = by_size(graph, most_ops, timed=False)
         plans = StepProgram(untimed.graph, None).small_plans()
         told = (judged(untimed.expand(each), graph).plan for each in plans)
-        least.append(min(told, key=lambda plan: plan.predicted_peak_bytes))
-        return least[0]
+        return min(told, key=lambda plan: plan.predicted_peak_bytes)
 
     result = fit(
         graph,
@@ -241,7 +242,7 @@ def plan(
         until_s=begin + time_limit_s,
         bound_s=lambda: max(bounds, default=None),
     )
-    if result.feasible and not least:
+    if result.feasible and not smallest_asked:
         return result
     other = judged(joint_heuristic.plan(graph, budget_bytes), graph)
     if other.verdict.peak_bytes <= budget_bytes and other.seconds < result.seconds:

@@ -159,6 +159,8 @@ class Evaluator:
                     away[span.begin] += self.bytes[row]
                     away[span.end] -= self.bytes[row]
 
+        behind, ran = -1, set[int]()
+
         def is_there(row: int, at: int) -> bool:
             return (resident[row] or at < self.begin[row]) and self.gone[row] > at
 
@@ -177,9 +179,11 @@ class Evaluator:
                 if made == row
                 or not ((once_more[made] and self.own_need[made] > at) or self.gone[made] <= at)
             }
-            taken = self.reruns.run([*todo], staying.__contains__)
+            if at != behind:
+                behind, ran = at, set()
+            taken = self.reruns.run([*todo], staying.__contains__, ran)
             seconds += taken.seconds
-            extra[at] = max(extra.get(at, 0.0) - taken.kept, taken.held)
+            extra[at] = max(extra.get(at, 0.0), taken.held)
             for made in staying:
                 if not resident[made]:
                     resident[made] = True

@@ -208,6 +208,8 @@ class PresenceSearch:
         self.begun = self.in_turn = False
         self.forced = -1
         self.made_now: set[int] = set()
+        self.ran: set[int] = set()  # ops behind this slot's op
+        self.early = False  # whether what is made now is made before it is asked for
         self.who, self.how = -1, _THERE
 
     def work(self) -> int:
@@ -254,17 +256,20 @@ class PresenceSearch:
             if (self.how != _AWAY if made == self.who else self._is_there(made, slot))
         }
         self.made_now |= staying
-        taken = self.reruns.run([*chain], staying.__contains__)
+        taken = self.reruns.run([*chain], staying.__contains__, self.ran)
         self.done += taken.ops
-        return _Made(into.seconds + taken.seconds, max(into.held - taken.kept, taken.held))
+        held = into.held - taken.kept if self.early else into.held
+        return _Made(into.seconds + taken.seconds, max(held, taken.held))
 
     def _make(self, slot: int, value: int, how: int, touched: set[int] | None = None) -> _Made:
         """Return what the rebuilds of a slot take with one value looked at in another way; -1: with none."""
-        self.made_now = set()
+        self.made_now, self.ran = set(), set()
         self.who, self.how = value, how
         made = _Made(0.0, 0.0)
+        self.early = False
         for each in self.asked[slot]:
             made = self._bring(each, slot, made, touched)
+        self.early = True
         backs = [each for each in self.slots[slot].backs if each != value]
         if value >= 0 and how == _BACK:
             backs.insert(bisect_left(backs, value), value)
@@ -275,7 +280,7 @@ class PresenceSearch:
 
     def _make_alone(self, slot: int, value: int) -> _Made:
         """Return about what they take with a value back that they do not touch: as if it were made last."""
-        self.made_now = set(self.slots[slot].backs)
+        self.made_now, self.ran, self.early = set(self.slots[slot].backs), set(), True
         self.who, self.how = value, _BACK
         made = self._bring(value, slot, self.slots[slot].made)
         self.who = -1

@@ -38,10 +38,10 @@ from delta_runtime.planners.step_chain import StepChain
 SLOTS = 500
 
 _FINE_SLOTS = 2000  # for the least memory, which rounding up would miss
-_MOST_MEMORY = (
-    1.5  # times the budget: the judge may find that a plan holds less than the chain says
-)
+_MOST_MEMORY = 1.5
+"""Times the budget. Of recorded steps a chain says up to 1.2 times what the judge says."""
 _MOST_JUDGED = 20  # schedules of one table at first, and as many around the best of these
+_SAME = 1e-9  # share of the seconds: less is rounding
 
 
 def solve(
@@ -67,9 +67,7 @@ def solve(
     Takes time in proportion to slots * L^3, and 8 * slots * L^2 bytes.
     """
     chain = Chain(f, b, a, abar, f_tmp, b_tmp, g)
-    if slots is not None and slots < 1:
-        raise ValueError(f"slots must be at least 1, not {slots}")
-    table = _table(chain, memory, SLOTS if slots is None else slots)
+    table = _table_for(chain, memory, SLOTS if slots is None else slots)
     schedule = None if table is None else table.schedule(table.columns - 1)
     if schedule is None:
         return None
@@ -82,8 +80,9 @@ def plan(
 ) -> PlanResult:
     """Return the fastest plan for a recorded step, taken as a chain; see `step_chain`.
 
-    One table has the schedules for all amounts of memory up to a half more than the budget. Some that take different
-    times are judged on the whole step, then those around the fastest that fits; the fastest of all that fit is taken.
+    One table has the schedules for all amounts of memory up to a half more than the budget. Up to twenty that take
+    different times are judged on the whole step, then as many around the fastest that fits; the fastest of these that
+    fits is taken.
 
     Args:
         graph: the recorded step.
@@ -96,16 +95,17 @@ def plan(
         return moving_nothing(graph, budget_bytes, begin)
     chain = StepChain(graph)
     columns = chain.columns()
-    table = _table(columns, _MOST_MEMORY * budget_bytes, int(_MOST_MEMORY * slots))
-    best = None if table is None else _best_of(table, chain, budget_bytes)
+    most = int(_MOST_MEMORY * slots) if slots > 0 else slots
+    table = _table_for(columns, _MOST_MEMORY * budget_bytes, most)
+    best = None if table is None else _best_judged(table, chain, budget_bytes)
     if best is None:
         ends = (chain.plan_of_schedule(_smallest(columns)), Plan.moving_nothing(graph))
         best = min((judged(each, graph) for each in ends), key=lambda each: each.verdict.peak_bytes)
     return result_of(best, budget_bytes, begin)
 
 
-def _best_of(table: _Table, chain: StepChain, budget_bytes: int) -> Judged | None:
-    """Return the fastest of the plans that a table has for the whole step and that fit; None where none does."""
+def _best_judged(table: _Table, step: StepChain, budget_bytes: int) -> Judged | None:
+    """Return the fastest that fits of those plans of a table that are judged; None where none of the first does."""
     rooms = table.rooms()
     plans: dict[int, Judged] = {}
 
@@ -117,7 +117,7 @@ def _best_of(table: _Table, chain: StepChain, budget_bytes: int) -> Judged | Non
         for each in places.tolist():
             schedule = None if each in plans else table.schedule(int(rooms[each]))
             if schedule is not None:
-                plans[each] = judged(chain.plan_of_schedule(schedule), chain.contraction.whole)
+                plans[each] = judged(step.plan_of_schedule(schedule), step.contraction.whole)
 
     coarse = np.unique(np.linspace(0, len(rooms) - 1, min(_MOST_JUDGED, len(rooms))).astype(int))
     judge(coarse)
@@ -127,22 +127,30 @@ def _best_of(table: _Table, chain: StepChain, budget_bytes: int) -> Judged | Non
     at = int(np.searchsorted(coarse, around))
     ends = coarse[max(at - 1, 0)], coarse[min(at + 1, len(coarse) - 1)]
     judge(np.unique(np.linspace(*ends, _MOST_JUDGED).astype(int)))
-    return plans[best() or around]
+    found = best()
+    assert found is not None
+    return plans[found]
 
 
 def _smallest(chain: Chain) -> list[Action]:
     """Return a schedule that holds about the least."""
     memory = least_memory(chain.a, chain.abar, chain.f_tmp, chain.b_tmp, chain.g)
     while True:
-        table = _table(chain, memory, _FINE_SLOTS)
+        table = _table_for(chain, memory, _FINE_SLOTS)
         schedule = table and table.schedule(table.columns - 1)
         if schedule:
             return schedule
         memory *= 1 + 1 / _FINE_SLOTS
 
 
-def _table(chain: Chain, memory: float, slots: int) -> _Table | None:
-    """Return the table for so much memory; None where the first stage's input does not fit."""
+def _table_for(chain: Chain, memory: float, slots: int) -> _Table | None:
+    """Return the table for so much memory; None where the first stage's input does not fit.
+
+    Raises:
+        ValueError: there is not one slot.
+    """
+    if slots < 1:
+        raise ValueError(f"slots must be at least 1, not {slots}")
     sizes, room = _in_units(chain, memory, slots)
     left = room - int(sizes.a[0])
     return _Table(chain, sizes, left) if left >= 0 else None
@@ -303,8 +311,8 @@ class _Table:
     def rooms(self) -> Ints:
         """Return the least room for each time that the whole chain may take, the most room first."""
         seconds = self.by_s[0][self.n]
-        fits = np.isfinite(seconds)
-        faster = fits & np.append(True, seconds[1:] < seconds[:-1])
+        before = np.append(np.inf, seconds[:-1])
+        faster = np.isfinite(seconds) & (seconds < before * (1 - _SAME))
         return np.flatnonzero(faster)[::-1]
 
     def schedule(self, room: int) -> list[Action] | None:

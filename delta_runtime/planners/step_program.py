@@ -50,15 +50,16 @@ _FEW_COLUMNS = 200
 _ONE, _ZERO = -1, -2  # in place of a column: a constant
 
 
-def _check_one_op_each(recipes: Recipes) -> None:
+def _check_contracted(graph: StepGraph, recipes: Recipes) -> None:
     """Raise ValueError unless each value that may be dropped is rebuilt by one op, and by one of its own."""
     possible = [ops.tolist() for ops, one in zip(recipes.ops, recipes.possible, strict=True) if one]
     if (
-        len({op for ops in possible for op in ops}) < len(possible)
+        not graph.contracted
+        or len({op for ops in possible for op in ops}) < len(possible)
         or max(map(len, possible), default=1) > 1
     ):
         raise ValueError(
-            "a value is rebuilt by several ops, or by one that makes another value too: contract the step"
+            "a value may be rebuilt by several ops, or by one that makes another value too: contract the step"
         )
 
 
@@ -90,7 +91,7 @@ class StepProgram:
         self.budget_bytes = float(graph.peak_bytes if budget_bytes is None else budget_bytes)
         self.unit = max(self.budget_bytes, 1.0)
         self.recipes: Recipes = recipes_of(graph)
-        _check_one_op_each(self.recipes)
+        _check_contracted(graph, self.recipes)
         self.presence = Presence(graph, self.recipes)
         self.leaves = self.presence.leaves.tolist()
         self.made = self.presence.made.tolist()

@@ -11,9 +11,11 @@ Note: the account
      the plan says. What the program let go of before the first op begins is not found.
   3. Each value that autograd asks for, and then each whose interval begins, is rebuilt by a run of ops, each
      once. What they make, and does not stay, is held until the last of them that reads it has run; beside it
-     each holds its workspace. What stays counts from when it is made; in a contracted step, where nobody knows
-     what is made first, from the op's begin. That comes on top of what is live between the two ops, where what
-     the first held for a moment has gone.
+     each holds its workspace. What stays counts from when it is made. But in what order autograd asks is not
+     known: all that it asks for counts while any of that is rebuilt, though nothing of what begins does. An op
+     that ran again may have left what it makes. And in a contracted step, whose ops stand for several, all
+     that stays counts. All this comes on top of what is live between the two ops, where what the first held for
+     a moment has gone.
   4. Copies go through one lane in each direction, one after the other. A copy out starts when forward has
      read the value for the last time. The step waits for a copy that is late.
 """
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -171,6 +173,7 @@ class _Walk:
                     self.read_by[value].append(op)
         self.there: set[int] = set()
         self.in_use: set[int] = set()  # by the node that runs
+        self.ran_behind: set[int] = set()  # ops that ran again behind the op of the step
         self.copied_s: dict[int, float] = {}  # when the copy out of a value is done
         self.arrives_s: dict[int, float] = {}  # when its copy back is
         self.out_free_s = self.in_free_s = 0.0
@@ -187,10 +190,7 @@ class _Walk:
             self._leave(op, tick, moves[op])
             self.clock_s += max(float(np.nan_to_num(graph.op_seconds[op])), 0.0)
             begins = self._arrive(begins_at.get(tick, []))
-            held = 0.0
-            for value in [*asked[op], *begins]:
-                most, stays = self._bring(value, op, tick)
-                held = max(held - stays, most)
+            held = self._rebuild(asked[op], begins, op, tick)
             not_away = sum(self.bytes[value] for value in self.in_use if self._is_away(value, op))
             most = int(graph.op_ordinary_bytes[op]) + self.watermark[op]
             live[op] = max(most, min(behind[op], most) + held) - (away[op] - not_away)
@@ -332,6 +332,22 @@ class _Walk:
                 rebuilt.append(value)
         return sorted(rebuilt)
 
+    def _rebuild(self, asked: Sequence[int], begins: Sequence[int], op: int, tick: int) -> float:
+        """Rebuild behind an op what is asked for, then what begins.
+
+        Returns:
+            The most bytes that this holds, beyond what is there afterwards.
+        """
+        self.ran_behind = set()
+        held = 0.0
+        for value in asked:
+            most, _ = self._bring(value, op, tick)
+            held = max(held, most)
+        for value in begins:
+            most, arrives = self._bring(value, op, tick)
+            held = max(held - arrives, most)
+        return held
+
     def _bring(self, value: int, op: int, tick: int) -> tuple[float, int]:
         """Rebuild a value, and what it is rebuilt from, as far as that is not there.
 
@@ -359,12 +375,17 @@ class _Walk:
         seconds = self._seconds(ops)
         self.rebuild_s += seconds
         self.clock_s += seconds
-        later = set() if self.graph.contracted else staying
+        later = {
+            each
+            for each in staying - self.in_use
+            if not self.graph.contracted and self.made_by[each] not in self.ran_behind
+        }
+        self.ran_behind |= ops
         most = self._held(ops, staying, later, set(chains))
         return most, sum(self.bytes[each] for each in later)
 
     def _held(self, ops: set[int], staying: set[int], later: set[int], wanted: set[int]) -> float:
-        """Return the most bytes that ops hold which run again for what is wanted, beside what stays.
+        """Return the most bytes that ops hold which run again for what is wanted, beyond what is there afterwards.
 
         Args:
             ops: that run.

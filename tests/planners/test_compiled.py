@@ -88,7 +88,7 @@ def test_columns_that_do_not_fit_each_other_are_refused():
     for offsets in ([], [1], [0, 1]):
         ints = {name: np.array(each, np.int64) for name, each in whole.items()}
         ints["op_offsets"] = np.array(offsets, np.int64)
-        reruns = _C.planners.RerunColumns(**columns, **ints, in_order=True)
+        reruns = _C.planners.RerunColumns(**columns, **ints, takes_off=True)
         none, some = np.empty(0), np.empty(0, np.int64)
         with pytest.raises(ValueError):
             _C.planners.Evaluation(

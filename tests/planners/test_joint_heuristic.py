@@ -140,6 +140,17 @@ def test_the_cost_of_running_again_is_measured_or_guessed_by_name():
     assert graph.rerun_seconds[:4] == pytest.approx([0.02, 0.04, 0.4, 0.06])
 
 
+def test_an_op_that_was_measured_while_the_machine_stood_still_is_not_believed():
+    names = ["norm"] * 4 + ["matmul"] * 2
+    again = [0.1, 0.11, 5.0, 0.09, 0.2, 7.0]
+    graph = chain([MIB] * 6, [0.1] * 4 + [0.2] * 2, names=names, replay_seconds=again)
+    found = graph.rerun_seconds
+    assert found[[0, 1, 3, 4]].tolist() == [0.1, 0.11, 0.09, 0.2]  # as measured
+    assert 0.1 < found[2] < 0.25 and 0.2 < found[5] < 0.5
+    alone = chain([MIB] * 2, [0.1] * 2, names=["a", "b"], replay_seconds=[9.0, 0.1])
+    assert alone.rerun_seconds[0] < 0.5
+
+
 def test_times_of_several_runs_are_merged_and_the_final_plan_stays():
     nan = float("nan")
     known = PlanCache(plans=True)

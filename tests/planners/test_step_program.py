@@ -189,16 +189,16 @@ def test_the_least_budget_is_the_same_for_each_record():
 def test_what_is_not_contracted_is_refused():
     through = step_graph([Op((), (8,), (0,)), Op((0,), (8,), ()), Op((1,), (8,), (2,))])
     together = step_graph([Op((), (8,), (0,)), Op((0,), (8, 8), (1, 2))])
-    for graph in (through, together):
+    for graph in (through, together, TINY["chain"]):
         with pytest.raises(ValueError, match="contract the step"):
             StepProgram(graph, graph.peak_bytes)
         StepProgram(each_apart(graph), graph.peak_bytes)
 
 
 def test_without_anything_to_choose():
-    for graph in (TINY["what does not repeat"], step_graph([Op((), (8,), ())])):
+    nothing = each_apart(step_graph([Op((), (8,), ())]))
+    for graph in (each_apart(TINY["what does not repeat"]), nothing):
         assert solved(graph, graph.peak_bytes).plan is not None
-    nothing = step_graph([Op((), (8,), ())])
     assert solved(nothing, 7).impossible
     assert solved(nothing, 0).impossible
     assert len(StepProgram(nothing, None).small_plans()) > 0
