@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import functools
 import json
@@ -36,6 +37,7 @@ SEED = 0
 BLOCKS = ("GPT2Block", "ResNetBottleNeckLayer", "ResNetBasicLayer", "ViTLayer")
 """Classes of modules that the peer checkpoints."""
 MIB = 1024**2
+_MCL_CURRENT, _MCL_FUTURE, _MCL_ONFAULT = 1, 2, 4  # of Linux: sys/mman.h
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -119,6 +121,17 @@ class Measured:
     def of_activations(self, budget_bytes: int) -> float:
         """Return the share of the activations that a budget leaves."""
         return 1 - (self.peak_bytes - budget_bytes) / self.activation_bytes
+
+
+def keep_memory() -> None:
+    """Have this process keep all memory that it ever touches; say so where the system does not let it.
+
+    The pool gives memory back that a managed step does not need. Whoever measures steps of both kinds in turns measures
+    else what it takes to get it again, on a shared machine several steps later too.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mlockall(_MCL_CURRENT | _MCL_FUTURE | _MCL_ONFAULT) != 0:
+        console.print("memory is not kept (ulimit -l): times include what it takes to get it again")
 
 
 def measure(state: TrainState) -> Measured:

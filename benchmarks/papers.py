@@ -33,7 +33,7 @@ from rich.table import Table
 from torch import nn
 
 import delta_runtime as delta
-from benchmarks.common import MIB, console, machine, words, write_json
+from benchmarks.common import MIB, console, keep_memory, machine, words, write_json
 from delta_runtime import cpu_pool
 from delta_runtime.known_step import CALIBRATION_STEPS
 from delta_runtime.planners import checkmate, min_peak
@@ -359,6 +359,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
     cpu_pool.install()
+    keep_memory()
     parts = {"largest": largest, "rotor": rotor_curves, "peaks": peaks}
     results = {name: parts[name](options.quick) for name in words(options.only)}
     write_json(options.json, {"machine": machine(), **results})

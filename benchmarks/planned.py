@@ -1,10 +1,11 @@
 """Do plans of every planner come out as predicted when real models follow them?
 
 A benchmark. Trains M1 and M2 of scripts/workloads.py under `policy=` rotor, checkmate, min_peak and joint, at shares of
-the activations and at the least budget that each planner names. Three managed steps and three
-ordinary ones take turns, in one process, on one training state; the last of three is timed. Gradients are compared bit
-by bit with the ordinary step's. Takes half an hour on two idle cores (`--models tiny_gpt --rounds 3`: a minute);
-needs no GPU. Exits 1 if gradients differ, a budget was passed, or a plan was not followed that was called feasible.
+the activations and at the least budget that each planner names. Two managed steps and two
+ordinary ones take turns, in one process, on one training state; the second of each two is timed. Memory is kept, so
+that no step pays for another one's. Gradients are compared bit by bit with the ordinary step's. Takes half an hour on
+two idle cores (`--models tiny_gpt --rounds 3`: a minute); needs no GPU. Exits 1 if gradients differ, a budget was
+passed, or a plan was not followed that was called feasible.
 
     python -m benchmarks.planned [--models resnet50,gpt] [--planners rotor,checkmate,min_peak,joint]
         [--shares 0.7,0.5,0.35] [--rounds 7] [--no-least] [--json FILE]
@@ -33,6 +34,7 @@ from benchmarks.common import (
     MIB,
     SEED,
     Spread,
+    keep_memory,
     machine,
     measure,
     train_step,
@@ -47,7 +49,6 @@ from scripts.train_plain import THREADS
 from scripts.workloads import TrainState
 
 _WIDTH = 140
-_SETTLING = 2  # steps of a kind before one is timed
 _A_LITTLE_MORE = 1.005  # records differ a little from run to run
 SHOWN = ("rotor", "checkmate", "min_peak", "joint")
 
@@ -122,15 +123,11 @@ def timed(
     runtime: delta.Runtime | None,
     seen: list[StepTotals] | None = None,
 ) -> float:
-    """Run steps that are not timed, and return the seconds of one that is.
+    """Run a step that is not timed, and return the seconds of one that is.
 
     What each managed step came to is added to `seen`.
-
-    The pool gives memory back that a managed step does not need, and the next ordinary one pays for getting it again;
-    so may one or two behind it, where the processor time of the machine is shared out.
     """
-    for _ in range(_SETTLING):
-        _seconds(state, index, runtime, seen)
+    _seconds(state, index, runtime, seen)
     return _seconds(state, index, runtime, seen)
 
 
@@ -232,6 +229,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
     cpu_pool.install()
+    keep_memory()
     rows: list[Row] = []
     for name in words(options.models):
         state = BENCH_WORKLOADS[name].build(SEED)
