@@ -98,10 +98,12 @@ def record(model: nn.Module, step: Callable[[], None]) -> delta.StepGraph:
 def planned(name: str, graph: delta.StepGraph, budget_bytes: int) -> PlanResult | None:
     """Return what a planner comes to; None where it has no plan of its own."""
     if name == "checkmate":
-        result = checkmate.plan(graph, budget_bytes, time_limit_s=_SOLVER_S, gap=1e-2)
+        result = checkmate.plan(
+            graph, budget_bytes, time_limit_s=_SOLVER_S, gap=1e-2, fallback=False
+        )
     else:
         result = PLANNERS[name].plan(graph, budget_bytes)
-    return result if result.feasible and not result.fallback else None
+    return result if result.feasible else None
 
 
 def seconds_of(model: nn.Module, step: Callable[[], None], runtime: delta.Runtime | None) -> float:

@@ -190,6 +190,7 @@ def plan(
     most_ops: int = MOST_OPS,
     time_limit_s: float = 60.0,
     gap: float = 1e-3,
+    fallback: bool = True,
 ) -> PlanResult:
     """Return the fastest plan for a recorded step, contracted to few ops; see `contraction` and `step_program`.
 
@@ -206,6 +207,7 @@ def plan(
             is none, relaxations alone are rounded. Building programs, relaxations and the judge come on top: seconds,
             for 45 ops.
         gap: stop where the seconds are within this share of the bound.
+        fallback: whether the plan of `joint_heuristic` may be the result.
 
     Raises:
         SolverFailed: the solver found neither a plan nor a proof that there is none.
@@ -242,7 +244,7 @@ def plan(
         until_s=begin + time_limit_s,
         bound_s=lambda: max(bounds, default=None),
     )
-    if result.feasible and not smallest_asked:
+    if not fallback or (result.feasible and not smallest_asked):
         return result
     other = judged(joint_heuristic.plan(graph, budget_bytes), graph)
     if other.verdict.peak_bytes <= budget_bytes and other.seconds < result.seconds:

@@ -175,12 +175,12 @@ def _to_keep(
     cover: GreedyCover, dropped: Mask, tried: Set[int], *, only_parents: bool
 ) -> int | None:
     """Return the largest dropped value that was not tried yet, those first that dropped ones are rebuilt from."""
-    found = [
-        (bool(dropped[cover.recipes.children[row]].any()), float(cover.bytes[row]), -row)
-        for row in np.flatnonzero(dropped).tolist()
-        if row not in tried
-    ]
-    best = max(found, default=None)
-    if best is None or (only_parents and not best[0]):
+    parents = cover.recipes.parent_lists
+    of_dropped = np.repeat(dropped, parents.counts())
+    is_parent = np.zeros(len(dropped), bool)
+    is_parent[parents.items[of_dropped]] = True
+    rows = np.flatnonzero(dropped & is_parent if only_parents else dropped)
+    rows = rows[~np.isin(rows, np.fromiter(tried, np.int64, len(tried)))]
+    if not len(rows):
         return None
-    return -best[2]
+    return int(rows[np.lexsort((rows, -cover.bytes[rows], ~is_parent[rows]))[0]])
