@@ -16,8 +16,10 @@ constexpr double kHighest = 1e6;
 constexpr uint64_t kDoublings = 6;  // from the lowest price of a later turn to the highest
 constexpr double kFirstStep = 2.0;  // of the price, after each sweep of the first turn
 constexpr double kStep = 1.3;
-constexpr uint64_t kForced = 4;     // values turned around before a turn, at the most one less
-constexpr double kNothing = 1e-12;  // seconds: less is no gain
+constexpr uint64_t kForced = 4;  // values turned around before a turn, at the most one less
+constexpr uint64_t kTurnsForOneMore = 100;  // in vain
+constexpr int64_t kTurnsToRestart = 50;     // in vain
+constexpr double kNothing = 1e-12;          // seconds: less is no gain
 
 void check(const Slots& slots) {
   const int64_t n = slots.n_values();
@@ -537,23 +539,33 @@ void PresenceSearch::go_back() {
 }
 
 // Everything is there, and nothing costs much.
-void PresenceSearch::begin_first_turn() {
-  begin();
+// With everything there.
+void PresenceSearch::begin_anew(double step) {
   for (const int64_t value : movable_) {
     put(value, std::vector<uint8_t>(at_(offsets_[at_(value + 1)] - offsets_[at_(value)]), 1));
   }
   count();
   price_ = unit_ * kLowest;
-  step_ = kFirstStep;
+  step_ = step;
+}
+
+void PresenceSearch::begin_first_turn() {
+  begin();
+  begin_anew(kFirstStep);
 }
 
 void PresenceSearch::begin_turn() {
   go_back();
   step_ = kStep;
   ++in_vain_;
+  if (in_vain_ % kTurnsToRestart == 0) {
+    begin_anew(kStep);
+    return;
+  }
   const auto halvings = static_cast<int>(random(kDoublings)) + 1;
   price_ = unit_ * std::ldexp(1.0 + static_cast<double>(random(1000)) / 1000.0, -halvings);
-  for (uint64_t left = random(kForced); left > 0; --left) {
+  const uint64_t most = kForced + static_cast<uint64_t>(in_vain_) / kTurnsForOneMore;
+  for (uint64_t left = random(most); left > 0; --left) {
     force(movable_[at_(static_cast<int64_t>(random(movable_.size())))]);
   }
 }

@@ -91,6 +91,7 @@ class PresenceSearch {
   void keep_if_better();
   void go_back();
   void begin();
+  void begin_anew(double step);
   void begin_first_turn();
   void begin_turn();
   void go_on_with_turn();

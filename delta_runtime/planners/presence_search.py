@@ -11,8 +11,9 @@ Note: the search
      much has a price. Over all slots of a value, the cheapest way through both states is found by dynamic programming.
   2. A sweep does that for each value. A turn begins with a low price, and ends where all fits and nothing gets better:
      what costs little leaves first, and the dearer a byte gets, the more follows.
-  3. The first turn begins with everything there, each other one with the best so far and a few values turned around
-     over a stretch of slots. The last of these stays so in the first sweep.
+  3. The first turn begins with everything there, and so does one in fifty that find nothing better. Each other one
+     begins with the best so far and a few values turned around over a stretch of slots, the more the longer nothing
+     better was found. The last of these stays so in the first sweep.
   4. What is drawn by chance comes from a seed: equal steps give equal plans.
 """
 
@@ -34,7 +35,7 @@ from delta_runtime.planners.presence_slots import Slots, plan_of, presence_of, s
 
 MOST_PRESENCE = 5_000_000
 """Slots of all values together: a step with more is not searched."""
-_MOST_IN_VAIN = 300  # turns in a row that found nothing better
+_MOST_IN_VAIN = 1000  # turns in a row that found nothing better
 _SWEEPS = 30  # for a first turn in any case
 _WORK_AT_ONCE = 200_000  # a few milliseconds
 
@@ -44,6 +45,8 @@ _DOUBLINGS = 6  # from the lowest price of a later turn to the highest
 _FIRST_STEP = 2.0  # of the price, after each sweep of the first turn
 _STEP = 1.3
 _FORCED = 4  # values turned around before a turn, at the most one less
+_TURNS_FOR_ONE_MORE = 100  # in vain
+_TURNS_TO_RESTART = 50  # in vain
 _NOTHING = 1e-12  # seconds: less is no gain
 
 
@@ -521,22 +524,29 @@ class PresenceSearch:
                 self._put(value, self.best_there[value])
         self._count()
 
+    def _begin_anew(self, step: float) -> None:
+        """Begin a turn with everything there."""
+        for value in self.movable:
+            self._put(value, [True] * len(self.there[value]))
+        self._count()
+        self.price = self.unit * _LOWEST
+        self.step = step
+
     def _begin_turn(self) -> None:
         """Rule 3."""
         if not self.begun:
             self._begin()
-            for value in self.movable:
-                self._put(value, [True] * len(self.there[value]))
-            self._count()
-            self.price = self.unit * _LOWEST
-            self.step = _FIRST_STEP
+            self._begin_anew(_FIRST_STEP)
             return
         self._go_back()
         self.step = _STEP
         self.in_vain += 1
+        if self.in_vain % _TURNS_TO_RESTART == 0:
+            self._begin_anew(_STEP)
+            return
         halvings = self._random(_DOUBLINGS) + 1
         self.price = self.unit * ldexp(1.0 + self._random(1000) / 1000.0, -halvings)
-        for _ in range(self._random(_FORCED)):
+        for _ in range(self._random(_FORCED + self.in_vain // _TURNS_FOR_ONE_MORE)):
             self._force(self.movable[self._random(len(self.movable))])
 
     def _go_on_with_turn(self) -> None:
