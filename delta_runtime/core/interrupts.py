@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 
 class Interrupted(BaseException):
@@ -33,6 +36,13 @@ def asking(asked_to_stop: Callable[[], bool]) -> Iterator[None]:
         yield
     finally:
         del _of_thread.asked_to_stop
+
+
+def unhurried(items: Iterable[Item]) -> Iterator[Item]:
+    """Yield items, and give way in front of each."""
+    for item in items:
+        give_way()
+        yield item
 
 
 def give_way() -> None:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from delta_runtime.core.interrupts import give_way
+from delta_runtime.core.interrupts import give_way, unhurried
 from delta_runtime.core.step_graph import Ints, Mask, StepGraph
 
 
@@ -126,4 +126,5 @@ def _lasts(graph: StepGraph, parents: list[Ints], repeats: Mask) -> Ints:
 
 def rebuild_seconds(graph: StepGraph, recipes: Recipes) -> list[float]:
     """Return the seconds that making each saved value again takes, from what it is rebuilt from."""
-    return [float(graph.rerun_seconds[ops].sum()) for ops in recipes.ops]
+    seconds = graph.rerun_seconds
+    return [float(seconds[ops].sum()) for ops in unhurried(recipes.ops)]

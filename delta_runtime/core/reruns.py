@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from delta_runtime.core import compiled
+from delta_runtime.core.interrupts import unhurried
 from delta_runtime.core.recipes import Lists, Recipes
 from delta_runtime.core.step_graph import Floats, Ints, StepGraph
 
@@ -71,13 +72,15 @@ class Reruns:
         number = np.full(graph.n_values, -1)
         number[made] = np.arange(len(made))
         made_bytes = np.bincount(graph.value_op, weights=graph.value_bytes, minlength=graph.n_ops)
-        inputs = [number[graph.inputs_of(op)] for op in known.tolist()]
+        inputs = [number[graph.inputs_of(op)] for op in unhurried(known.tolist())]
         offsets = np.searchsorted(graph.value_op[made], [*known.tolist(), graph.n_ops])
         self.seconds: Floats = graph.rerun_seconds[known]
         self.workspace: Floats = np.maximum(graph.op_watermark_bytes - made_bytes, 0.0)[known]
         self.makes = Lists(offsets.astype(np.int64), np.arange(len(made), dtype=np.int64))
-        self.reads = Lists.of([np.unique(each[each >= 0]) for each in inputs])
-        self.ops = Lists.of([np.searchsorted(known, np.unique(each)) for each in recipes.ops])
+        self.reads = Lists.of([np.unique(each[each >= 0]) for each in unhurried(inputs)])
+        self.ops = Lists.of(
+            [np.searchsorted(known, np.unique(each)) for each in unhurried(recipes.ops)]
+        )
         self.bytes: Floats = graph.value_bytes[made].astype(np.float64)
         row = np.full(graph.n_values, -1, np.int64)
         row[graph.saved] = np.arange(len(graph.saved))
