@@ -16,7 +16,8 @@ constexpr double kHighest = 1e6;
 constexpr uint64_t kDoublings = 6;  // from the lowest price of a later turn to the highest
 constexpr double kFirstStep = 2.0;  // of the price, after each sweep of the first turn
 constexpr double kStep = 1.3;
-constexpr uint64_t kForced = 4;  // values turned around before a turn, at the most one less
+constexpr uint64_t kShortest = 3;  // stretch of values, the longest being a quarter of all more
+constexpr uint64_t kForced = 4;    // values turned around before a turn, at the most one less
 constexpr uint64_t kTurnsForOneMore = 100;  // in vain
 constexpr int64_t kTurnsToRestart = 50;     // in vain
 constexpr double kNothing = 1e-12;          // seconds: less is no gain
@@ -71,6 +72,7 @@ PresenceSearch::PresenceSearch(Slots slots, RerunColumns reruns, std::vector<uin
   seen_.assign(at_(n), 0);
   made_in_.assign(at_(n), 0);
   forward_sum_.assign(slots_.forward_room.size(), 0.0);
+  forward_price_.assign(slots_.forward_room.size(), 0.0);
   for (int64_t i = 0; i < n; ++i) {
     if (slots_.fixed[at_(i)] == 0) {
       movable_.push_back(i);
@@ -225,12 +227,17 @@ double PresenceSearch::rest_over(int64_t slot, double sum) const {
   return std::max(sum - slots_.rest_room[at_(slot)], 0.0);
 }
 
-// Bytes too much in forward, if a value has so many more.
-double PresenceSearch::forward_over(int64_t value, double bytes) const {
+double PresenceSearch::forward_over(size_t limit) const {
+  return std::max(forward_sum_[limit] - slots_.forward_room[limit], 0.0);
+}
+
+// What is too much in forward comes to, if a value has so many bytes more.
+double PresenceSearch::forward_penalty(int64_t value, double bytes) const {
   double found = 0.0;
   for (size_t limit = 0; limit < forward_sum_.size(); ++limit) {
     const double more = static_cast<int64_t>(limit) >= slots_.leaves[at_(value)] ? bytes : 0.0;
-    found += std::max(forward_sum_[limit] + more - slots_.forward_room[limit], 0.0);
+    found += forward_price_[limit] *
+             std::max(forward_sum_[limit] + more - slots_.forward_room[limit], 0.0);
   }
   return found;
 }
@@ -262,10 +269,11 @@ void PresenceSearch::find_costs(int64_t value) {
       may_back = false;
     }
     double* cost = &costs_[4 * place];
-    const double away_s = away.seconds + price_ * over(slot, others, away.held);
+    const double away_s = away.seconds + its.price * over(slot, others, away.held);
     cost[0] = cost[2] = pinned[place] != 0 ? kInfinite : away_s;
-    cost[1] = may_back ? back.seconds + price_ * over(slot, others + bytes, back.held) : kInfinite;
-    cost[3] = found.seconds + price_ * over(slot, others + bytes, found.held);
+    cost[1] =
+        may_back ? back.seconds + its.price * over(slot, others + bytes, back.held) : kInfinite;
+    cost[3] = found.seconds + its.price * over(slot, others + bytes, found.held);
     if (slot == 0) {
       continue;
     }
@@ -276,8 +284,9 @@ void PresenceSearch::find_costs(int64_t value) {
     const double rest = slot_[at_(slot - 1)].rest_sum;
     const bool stays = there[place - 1] != 0 && (there[place] != 0 || pinned[place - 1] != 0);
     const double without = rest - (stays ? bytes : 0.0);
-    const double low = price_ * rest_over(slot - 1, without);
-    const double high = price_ * rest_over(slot - 1, without + bytes);
+    const double rest_price = slot_[at_(slot - 1)].rest_price;
+    const double low = rest_price * rest_over(slot - 1, without);
+    const double high = rest_price * rest_over(slot - 1, without + bytes);
     cost[0] += low;
     cost[1] += low;
     cost[2] += pinned[place - 1] != 0 ? high : low;
@@ -297,8 +306,8 @@ bool PresenceSearch::improve(int64_t value) {
   cost_[1] = 0.0;
   if (free) {
     const bool there = there_[at_(begin)] != 0;
-    cost_[0] = price_ * forward_over(value, there ? -bytes : 0.0);
-    cost_[1] = price_ * forward_over(value, there ? 0.0 : bytes);
+    cost_[0] = forward_penalty(value, there ? -bytes : 0.0);
+    cost_[1] = forward_penalty(value, there ? 0.0 : bytes);
   }
   for (size_t p = 1; p < n; ++p) {
     const double* cost = &costs_[4 * (p - 1)];
@@ -354,9 +363,9 @@ void PresenceSearch::put(int64_t value, const std::vector<uint8_t>& path) {
   const uint8_t* pinned = &pinned_[at_(offsets_[at_(value)])];
   if (path[0] != there[0]) {
     for (auto limit = at_(slots_.leaves[at_(value)]); limit < forward_sum_.size(); ++limit) {
-      excess_ -= std::max(forward_sum_[limit] - slots_.forward_room[limit], 0.0);
+      add_forward_over(limit, -1.0);
       forward_sum_[limit] += path[0] != 0 ? bytes : -bytes;
-      excess_ += std::max(forward_sum_[limit] - slots_.forward_room[limit], 0.0);
+      add_forward_over(limit, 1.0);
     }
   }
   uint8_t before_was = there[0];  // in the slot before, until now
@@ -370,7 +379,7 @@ void PresenceSearch::put(int64_t value, const std::vector<uint8_t>& path) {
       continue;
     }
     Slot& its = slot_[at_(slot)];
-    excess_ -= over(slot, its.sum, its.made.held);
+    add_over(slot, -1.0);
     if (was != path[p]) {
       its.sum += path[p] != 0 ? bytes : -bytes;
     }
@@ -378,10 +387,9 @@ void PresenceSearch::put(int64_t value, const std::vector<uint8_t>& path) {
       const bool stayed = before_was != 0 && (was != 0 || pinned[p - 1] != 0);
       const bool stays = path[p - 1] != 0 && (path[p] != 0 || pinned[p - 1] != 0);
       if (stayed != stays) {
-        double& rest = slot_[at_(slot - 1)].rest_sum;
-        excess_ -= rest_over(slot - 1, rest);
-        rest += stays ? bytes : -bytes;
-        excess_ += rest_over(slot - 1, rest);
+        add_rest_over(slot - 1, -1.0);
+        slot_[at_(slot - 1)].rest_sum += stays ? bytes : -bytes;
+        add_rest_over(slot - 1, 1.0);
       }
     }
     const bool was_back = was != 0 && before_was == 0;
@@ -400,21 +408,68 @@ void PresenceSearch::put(int64_t value, const std::vector<uint8_t>& path) {
       look_again(slot);
       seconds_ += its.made.seconds;
     }
-    excess_ += over(slot, its.sum, its.made.held);
+    add_over(slot, 1.0);
     before_was = was;
   }
 }
 
+void PresenceSearch::add_over(int64_t slot, double sign) {
+  const Slot& its = slot_[at_(slot)];
+  const double bytes = sign * over(slot, its.sum, its.made.held);
+  excess_ += bytes;
+  penalty_ += its.price * bytes;
+}
+
+void PresenceSearch::add_rest_over(int64_t slot, double sign) {
+  const Slot& its = slot_[at_(slot)];
+  const double bytes = sign * rest_over(slot, its.rest_sum);
+  excess_ += bytes;
+  penalty_ += its.rest_price * bytes;
+}
+
+void PresenceSearch::add_forward_over(size_t limit, double sign) {
+  const double bytes = sign * forward_over(limit);
+  excess_ += bytes;
+  penalty_ += forward_price_[limit] * bytes;
+}
+
+void PresenceSearch::set_prices(double price) {
+  highest_price_ = price;
+  for (Slot& its : slot_) {
+    its.price = its.rest_price = price;
+  }
+  std::fill(forward_price_.begin(), forward_price_.end(), price);
+  count();
+}
+
+void PresenceSearch::raise_prices(double step) {
+  const auto raise = [&](double& price, double bytes) {
+    if (all_rise_ || bytes > 0) {
+      price *= step;
+      highest_price_ = std::max(highest_price_, price);
+    }
+  };
+  for (int64_t slot = 0; slot < slots_.n_slots(); ++slot) {
+    Slot& its = slot_[at_(slot)];
+    raise(its.price, over(slot, its.sum, its.made.held));
+    raise(its.rest_price, rest_over(slot, its.rest_sum));
+  }
+  for (size_t limit = 0; limit < forward_sum_.size(); ++limit) {
+    raise(forward_price_[limit], forward_over(limit));
+  }
+  count();
+}
+
 // Sums everything up anew.
 void PresenceSearch::count() {
-  seconds_ = excess_ = 0.0;
+  seconds_ = excess_ = penalty_ = 0.0;
   for (size_t limit = 0; limit < forward_sum_.size(); ++limit) {
-    excess_ += std::max(forward_sum_[limit] - slots_.forward_room[limit], 0.0);
+    add_forward_over(limit, 1.0);
   }
   for (int64_t slot = 0; slot < slots_.n_slots(); ++slot) {
-    const Slot& its = slot_[at_(slot)];
-    seconds_ += its.made.seconds;
-    excess_ += over(slot, its.sum, its.made.held) + rest_over(slot, its.rest_sum);
+    seconds_ += slot_[at_(slot)].made.seconds;
+    add_over(slot, 1.0);
+    add_rest_over(slot, 1.0);
   }
 }
 
@@ -518,6 +573,27 @@ void PresenceSearch::force(int64_t value) {
   forced_ = value;
 }
 
+// Has values that are made one after the other all there, or away wherever they may be.
+void PresenceSearch::put_stretch() {
+  const auto n = static_cast<uint64_t>(movable_.size());
+  const uint64_t length = std::min(n, kShortest + random(std::max<uint64_t>(n / 4, 1)));
+  const uint64_t begin = random(n - length + 1);
+  const bool there = random(2) != 0;
+  for (uint64_t index = begin; index < begin + length; ++index) {
+    const int64_t value = movable_[index];
+    const int64_t low = offsets_[at_(value)];
+    const int64_t high = offsets_[at_(value + 1)];
+    std::vector<uint8_t> path(pinned_.begin() + low, pinned_.begin() + high);
+    if (there) {
+      path.assign(path.size(), 1);
+    }
+    if (slots_.leaves[at_(value)] < 0) {
+      path[0] = 1;
+    }
+    put(value, path);
+  }
+}
+
 void PresenceSearch::keep_if_better() {
   if (excess_ < best_excess_ || (excess_ == best_excess_ && seconds_ < best_seconds_)) {
     best_there_ = there_;
@@ -538,14 +614,12 @@ void PresenceSearch::go_back() {
   count();
 }
 
-// Everything is there, and nothing costs much.
-// With everything there.
+// With everything there, and low prices.
 void PresenceSearch::begin_anew(double step) {
   for (const int64_t value : movable_) {
     put(value, std::vector<uint8_t>(at_(offsets_[at_(value + 1)] - offsets_[at_(value)]), 1));
   }
-  count();
-  price_ = unit_ * kLowest;
+  set_prices(unit_ * kLowest);
   step_ = step;
 }
 
@@ -558,12 +632,17 @@ void PresenceSearch::begin_turn() {
   go_back();
   step_ = kStep;
   ++in_vain_;
+  all_rise_ = random(2) != 0;
   if (in_vain_ % kTurnsToRestart == 0) {
     begin_anew(kStep);
     return;
   }
   const auto halvings = static_cast<int>(random(kDoublings)) + 1;
-  price_ = unit_ * std::ldexp(1.0 + static_cast<double>(random(1000)) / 1000.0, -halvings);
+  set_prices(unit_ * std::ldexp(1.0 + static_cast<double>(random(1000)) / 1000.0, -halvings));
+  if (random(2) != 0) {
+    put_stretch();
+    return;
+  }
   const uint64_t most = kForced + static_cast<uint64_t>(in_vain_) / kTurnsForOneMore;
   for (uint64_t left = random(most); left > 0; --left) {
     force(movable_[at_(static_cast<int64_t>(random(movable_.size())))]);
@@ -574,13 +653,13 @@ void PresenceSearch::begin_turn() {
 void PresenceSearch::go_on_with_turn() {
   const bool any = sweep();
   forced_ = -1;
-  if ((excess_ <= 0 && !any) || price_ > kHighest * unit_) {
+  if ((excess_ <= 0 && !any) || highest_price_ > kHighest * unit_) {
     count();
     keep_if_better();
     in_turn_ = false;
     return;
   }
-  price_ *= any ? step_ : step_ * step_;
+  raise_prices(any ? step_ : step_ * step_);
 }
 
 bool PresenceSearch::go_on(int64_t most_work, int64_t most_in_vain) {

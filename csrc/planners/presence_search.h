@@ -65,6 +65,8 @@ class PresenceSearch {
     Made made{0.0, 0.0};
     double sum = 0.0;              // bytes there, in the op of the slot
     double rest_sum = 0.0;         // in the ops until the next
+    double price = 0.0;            // seconds for a byte too much in its op
+    double rest_price = 0.0;       // and in the ops until the next
     std::vector<int64_t> backs;    // values that are back from here on, in order
     std::vector<int64_t> touched;  // values that its rebuilds make or read, in order
   };
@@ -79,15 +81,22 @@ class PresenceSearch {
   bool may_pay(int64_t slot, int64_t value) const;
   double over(int64_t slot, double sum, double held) const;
   double rest_over(int64_t slot, double sum) const;
-  double forward_over(int64_t value, double bytes) const;
+  double forward_over(size_t limit) const;
+  double forward_penalty(int64_t value, double bytes) const;
+  void add_over(int64_t slot, double sign);
+  void add_rest_over(int64_t slot, double sign);
+  void add_forward_over(size_t limit, double sign);
   void find_costs(int64_t value);
   bool improve(int64_t value);
   void put(int64_t value, const std::vector<uint8_t>& path);
   void look_again(int64_t slot);
   void count();
-  double objective() const { return seconds_ + price_ * excess_; }
+  double objective() const { return seconds_ + penalty_; }
+  void set_prices(double price);
+  void raise_prices(double step);
   bool sweep();
   void force(int64_t value);
+  void put_stretch();
   void keep_if_better();
   void go_back();
   void begin();
@@ -107,7 +116,10 @@ class PresenceSearch {
   std::vector<int64_t> movable_;
   double seconds_ = 0.0;
   double excess_ = 0.0;
-  double price_ = 0.0;  // seconds for a byte too much in a slot
+  double penalty_ = 0.0;  // each byte of it at its price
+  std::vector<double> forward_price_;
+  double highest_price_ = 0.0;
+  bool all_rise_ = true;  // in this turn: also prices where nothing is too much
   double unit_ = 0.0;
   double step_ = 0.0;
   std::vector<uint8_t> best_there_;

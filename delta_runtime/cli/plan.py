@@ -58,8 +58,22 @@ def add_parser(commands: Any) -> None:
         "--merged", action="store_true", help="show what contraction and chain put together"
     )
     parser.add_argument(
+        "--bound-seconds",
+        metavar="N",
+        type=_seconds,
+        default=10.0,
+        help="how long to look for a closer bound on plans that drop; 0: not at all (default: 10)",
+    )
+    parser.add_argument(
         "--plot", metavar="FILE", help="step time against budget, as a picture; takes minutes"
     )
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"not a number of seconds: {text}")
+    return seconds
 
 
 def plan(options: argparse.Namespace) -> str:
@@ -76,7 +90,7 @@ def plan(options: argparse.Namespace) -> str:
     except DeltaError as error:
         return f"{PROGRAM} plan: {error}\n"
     _load_extension()
-    _print(graph, budget_bytes, chosen, links, seeded=options.seed)
+    _print(graph, budget_bytes, chosen, links, options.bound_seconds, seeded=options.seed)
     if options.merged:
         _print_merged(graph)
     if options.plot:
@@ -141,6 +155,7 @@ def _print(
     budget_bytes: int,
     planners: Mapping[str, Planner],
     links: Links | None,
+    bound_seconds: float,
     *,
     seeded: bool,
 ) -> None:
@@ -173,7 +188,7 @@ def _print(
     console.print(
         f"No plan of any kind holds less than {format_bytes(bounds.lower_bytes)}, which {bounds.lower_op} needs. "
         f"Recomputing alone is expected to hold {format_bytes(bounds.least_bytes)}. "
-        + _bounds_on_seconds(graph, budget_bytes, links),
+        + _bounds_on_seconds(graph, budget_bytes, links, bound_seconds),
         highlight=False,
     )
 
@@ -323,17 +338,23 @@ def _bound_lines(graph: StepGraph, budgets: Sequence[int], links: Links | None) 
     return lines
 
 
-def _bounds_on_seconds(graph: StepGraph, budget_bytes: int, links: Links | None) -> str:
-    """Say how few seconds any plan can take; see `least_seconds`."""
+def _bounds_on_seconds(
+    graph: StepGraph, budget_bytes: int, links: Links | None, bound_seconds: float
+) -> str:
+    """Say how few seconds any plan can take; see `least_seconds`, and `window_bound` for those that drop."""
     from delta_runtime.planners.least_seconds import least_seconds
     from delta_runtime.planners.linear_program import SolverFailed
+    from delta_runtime.planners.window_bound import window_bound
 
     told = []
     try:
         for ways, lanes, drops in _BOUNDS:
             if not lanes or links is not None:
                 told_links = links if lanes else None
-                least_s = least_seconds(graph, budget_bytes, drops=drops, links=told_links)
+                if lanes:
+                    least_s = least_seconds(graph, budget_bytes, drops=drops, links=told_links)
+                else:
+                    least_s = window_bound(graph, budget_bytes, time_limit_s=bound_seconds)
                 least = (
                     "fits" if least_s is None else f"takes less than {format_seconds(least_s)} more"
                 )

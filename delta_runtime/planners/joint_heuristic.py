@@ -23,6 +23,7 @@ from collections.abc import Set
 
 import numpy as np
 
+from delta_runtime.core import compiled
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.step_graph import Mask, StepGraph
@@ -41,8 +42,10 @@ _TO_POLISH = 6_000_000
 _PLAYS_TO_EXCHANGE = 0.6  # so many for each saved value, where that is more
 _TO_FIT = 500_000  # at least, to look for a choice that fits where the first one does not
 MOST_EFFORT = 24_000_000
-"""Units of work of the longest search."""
+"""Units of work of the longest look for a better choice; for when values are there it is `_MOST_TO_SEARCH`."""
 _TO_SEARCH = 2_000_000  # at least, to look for when values are there
+_MOST_TO_SEARCH = 72_000_000
+_MOST_WITHOUT_EXTENSION = 2_400_000  # a few seconds of Python
 _NOTICED = (
     0.99  # of the seconds of a plan that is carried out lazily: below that one as written is better
 )
@@ -67,7 +70,7 @@ def plan(
         budget_bytes: what may be live at any moment.
         effort: how long to look for a better choice than the first, as a multiple of the seconds
             that the first one rebuilds in a step; then as long for when values are there. Counted in
-            work, not by a clock: equal arguments give equal plans.
+            work, not by a clock: equal arguments give equal plans. Without the extension less far than with it.
         drops: whether anything may be dropped.
         links: speed of the lanes, where anything may be swapped. As long as it is not known,
             nothing is.
@@ -131,7 +134,9 @@ def plan(
         choice = first
     found = plan_of(cover, evaluator, choice, by_next_use=choice is swaps)
     if effort > 0 and not one_gap and choice.dropped.any() and not choice.swapped.any():
-        most = int(min(max(work, _TO_SEARCH), MOST_EFFORT, most_work))
+        most = int(min(max(work, _TO_SEARCH), _MOST_TO_SEARCH, most_work))
+        if compiled.planners is None:
+            most = min(most, _MOST_WITHOUT_EXTENSION)
         return _searched(cover, found, most_work=most)
     return found
 

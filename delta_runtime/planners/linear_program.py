@@ -90,6 +90,10 @@ class LinearProgram:
         self._whole.append(whole)
         return len(self._costs) - 1
 
+    def add_cost(self, column: int, cost: float) -> None:
+        """Have a unit of a column cost so much more."""
+        self._costs[column] += cost
+
     def __len__(self) -> int:
         """Return how many columns there are."""
         return len(self._costs)

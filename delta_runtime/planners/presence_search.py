@@ -9,11 +9,13 @@ Note: the search
   1. A value is away or there in each slot. What a slot takes depends on that and on the slot before: a value that was
      away and is there is rebuilt, and so is what it is rebuilt from, as far as that is not found. What it holds too
      much has a price. Over all slots of a value, the cheapest way through both states is found by dynamic programming.
-  2. A sweep does that for each value. A turn begins with a low price, and ends where all fits and nothing gets better:
-     what costs little leaves first, and the dearer a byte gets, the more follows.
+  2. A sweep does that for each value. A turn begins with low prices, and ends where all fits and nothing gets better:
+     what costs little leaves first, and the dearer a byte gets, the more follows. In half of the turns prices rise
+     only where there is too much: what leaves early is then not thought to do more good than what leaves late.
   3. The first turn begins with everything there, and so does one in fifty that find nothing better. Each other one
-     begins with the best so far and a few values turned around over a stretch of slots, the more the longer nothing
-     better was found. The last of these stays so in the first sweep.
+     begins with the best so far, changed by chance: in half of them values that are made one after the other are all
+     there, or all away; in the others a few values are turned around over a stretch of slots, the more the longer
+     nothing better was found, and the last of these stays so in the first sweep.
   4. What is drawn by chance comes from a seed: equal steps give equal plans.
 """
 
@@ -44,6 +46,7 @@ _HIGHEST = 1e6
 _DOUBLINGS = 6  # from the lowest price of a later turn to the highest
 _FIRST_STEP = 2.0  # of the price, after each sweep of the first turn
 _STEP = 1.3
+_SHORTEST = 3  # stretch of values, the longest being a quarter of all more
 _FORCED = 4  # values turned around before a turn, at the most one less
 _TURNS_FOR_ONE_MORE = 100  # in vain
 _TURNS_TO_RESTART = 50  # in vain
@@ -153,6 +156,7 @@ class _Slot:
         made: by its rebuilds.
         sum: bytes there, in its op.
         rest_sum: in the ops behind.
+        price, rest_price: seconds for a byte too much in its op, and in those behind.
         backs: values that are back from here on, in order.
         touched: values that its rebuilds make or read.
     """
@@ -160,6 +164,8 @@ class _Slot:
     made: _Made = _Made(0.0, 0.0)
     sum: float = 0.0
     rest_sum: float = 0.0
+    price: float = 0.0
+    rest_price: float = 0.0
     backs: list[int] = field(default_factory=list)
     touched: set[int] = field(default_factory=set)
 
@@ -203,7 +209,10 @@ class PresenceSearch:
         self.is_fixed: list[bool] = slots.fixed.tolist()
         self.slots = [_Slot() for _ in self.room]
         self.forward_sum = [0.0] * len(self.forward_room)
-        self.seconds = self.excess = self.price = self.unit = self.step = 0.0
+        self.forward_price = [0.0] * len(self.forward_room)
+        self.seconds = self.excess = self.penalty = self.unit = self.step = 0.0
+        self.highest_price = 0.0
+        self.all_rise = True  # in this turn: also prices where nothing is too much
         self.best_there: list[list[bool]] = []
         self.best_seconds = self.best_excess = 0.0
         self.done = self.in_vain = 0
@@ -302,13 +311,56 @@ class PresenceSearch:
     def _rest_over(self, slot: int, sum_: float) -> float:
         return max(sum_ - self.rest_room[slot], 0.0)
 
-    def _forward_over(self, value: int, bytes_: float) -> float:
-        """Bytes too much in forward, if a value has so many more."""
+    def _forward_over(self, limit: int) -> float:
+        return max(self.forward_sum[limit] - self.forward_room[limit], 0.0)
+
+    def _forward_penalty(self, value: int, bytes_: float) -> float:
+        """Return what is too much in forward comes to, if a value has so many bytes more."""
         found = 0.0
         for limit, room in enumerate(self.forward_room):
             more = bytes_ if limit >= self.leaves[value] else 0.0
-            found += max(self.forward_sum[limit] + more - room, 0.0)
+            found += self.forward_price[limit] * max(self.forward_sum[limit] + more - room, 0.0)
         return found
+
+    def _add_over(self, slot: int, sign: float) -> None:
+        its = self.slots[slot]
+        bytes_ = sign * self._over(slot, its.sum, its.made.held)
+        self.excess += bytes_
+        self.penalty += its.price * bytes_
+
+    def _add_rest_over(self, slot: int, sign: float) -> None:
+        its = self.slots[slot]
+        bytes_ = sign * self._rest_over(slot, its.rest_sum)
+        self.excess += bytes_
+        self.penalty += its.rest_price * bytes_
+
+    def _add_forward_over(self, limit: int, sign: float) -> None:
+        bytes_ = sign * self._forward_over(limit)
+        self.excess += bytes_
+        self.penalty += self.forward_price[limit] * bytes_
+
+    def _set_prices(self, price: float) -> None:
+        self.highest_price = price
+        for its in self.slots:
+            its.price = its.rest_price = price
+        self.forward_price = [price] * len(self.forward_price)
+        self._count()
+
+    def _raised(self, price: float, step: float, bytes_: float) -> float:
+        if self.all_rise or bytes_ > 0:
+            price *= step
+            self.highest_price = max(self.highest_price, price)
+        return price
+
+    def _raise_prices(self, step: float) -> None:
+        for slot, its in enumerate(self.slots):
+            over = self._over(slot, its.sum, its.made.held)
+            its.price = self._raised(its.price, step, over)
+            rest_over = self._rest_over(slot, its.rest_sum)
+            its.rest_price = self._raised(its.rest_price, step, rest_over)
+        for limit, price in enumerate(self.forward_price):
+            self.forward_price[limit] = self._raised(price, step, self._forward_over(limit))
+        self._count()
 
     def _costs(self, value: int) -> list[tuple[float, float, float, float]]:
         """For each slot of a value, by whether it is there before it, and in it: neither, in it, before it, both."""
@@ -331,17 +383,18 @@ class PresenceSearch:
                 back = self._make_alone(slot, value)
             else:
                 may_back = False
-            away_s = away.seconds + self.price * self._over(slot, others, away.held)
+            away_s = away.seconds + its.price * self._over(slot, others, away.held)
             neither = before = inf if pinned[place] else away_s
             in_it = inf
             if may_back:
-                in_it = back.seconds + self.price * self._over(slot, others + bytes_, back.held)
-            both = found.seconds + self.price * self._over(slot, others + bytes_, found.held)
+                in_it = back.seconds + its.price * self._over(slot, others + bytes_, back.held)
+            both = found.seconds + its.price * self._over(slot, others + bytes_, found.held)
             if place > 1:
                 stays = own[place - 1] and (own[place] or pinned[place - 1])
-                without = self.slots[slot - 1].rest_sum - (self.bytes[value] if stays else 0.0)
-                low = self.price * self._rest_over(slot - 1, without)
-                high = self.price * self._rest_over(slot - 1, without + self.bytes[value])
+                behind = self.slots[slot - 1]
+                without = behind.rest_sum - (bytes_ if stays else 0.0)
+                low = behind.rest_price * self._rest_over(slot - 1, without)
+                high = behind.rest_price * self._rest_over(slot - 1, without + bytes_)
                 neither += low
                 in_it += low
                 before += high if pinned[place - 1] else low
@@ -357,8 +410,8 @@ class PresenceSearch:
         away, there = inf, 0.0
         now = 0.0
         if free:
-            away = self.price * self._forward_over(value, -self.bytes[value] if own[0] else 0.0)
-            there = self.price * self._forward_over(value, 0.0 if own[0] else self.bytes[value])
+            away = self._forward_penalty(value, -self.bytes[value] if own[0] else 0.0)
+            there = self._forward_penalty(value, 0.0 if own[0] else self.bytes[value])
             now = there if own[0] else away
         came_from = []
         for place, (neither, in_it, before, both) in enumerate(costs, 1):
@@ -386,7 +439,7 @@ class PresenceSearch:
         return False
 
     def _objective(self) -> float:
-        return self.seconds + self.price * self.excess
+        return self.seconds + self.penalty
 
     def _look_again(self, slot: int) -> None:
         its = self.slots[slot]
@@ -401,27 +454,25 @@ class PresenceSearch:
         first, end = self.first[value], self.end[value]
         if path[0] != was[0]:
             for limit in range(self.leaves[value], len(self.forward_sum)):
-                room = self.forward_room[limit]
-                self.excess -= max(self.forward_sum[limit] - room, 0.0)
+                self._add_forward_over(limit, -1.0)
                 self.forward_sum[limit] += bytes_ if path[0] else -bytes_
-                self.excess += max(self.forward_sum[limit] - room, 0.0)
+                self._add_forward_over(limit, 1.0)
         own[0] = path[0]
         for slot in range(first, end):
             p = slot - first + 1
             if was[p] == path[p] and was[p - 1] == path[p - 1]:
                 continue
             its = self.slots[slot]
-            self.excess -= self._over(slot, its.sum, its.made.held)
+            self._add_over(slot, -1.0)
             if was[p] != path[p]:
                 its.sum += bytes_ if path[p] else -bytes_
             if p > 1:
                 stayed = was[p - 1] and (was[p] or pinned[p - 1])
                 stays = path[p - 1] and (path[p] or pinned[p - 1])
                 if stayed != stays:
-                    before = self.slots[slot - 1]
-                    self.excess -= self._rest_over(slot - 1, before.rest_sum)
-                    before.rest_sum += bytes_ if stays else -bytes_
-                    self.excess += self._rest_over(slot - 1, before.rest_sum)
+                    self._add_rest_over(slot - 1, -1.0)
+                    self.slots[slot - 1].rest_sum += bytes_ if stays else -bytes_
+                    self._add_rest_over(slot - 1, 1.0)
             was_back, is_back = was[p] and not was[p - 1], path[p] and not path[p - 1]
             if is_back and not was_back:
                 its.backs.insert(bisect_left(its.backs, value), value)
@@ -432,18 +483,17 @@ class PresenceSearch:
                 self.seconds -= its.made.seconds
                 self._look_again(slot)
                 self.seconds += its.made.seconds
-            self.excess += self._over(slot, its.sum, its.made.held)
+            self._add_over(slot, 1.0)
 
     def _count(self) -> None:
         """Sum everything up anew."""
-        self.seconds = self.excess = 0.0
-        for total, room in zip(self.forward_sum, self.forward_room, strict=True):
-            self.excess += max(total - room, 0.0)
+        self.seconds = self.excess = self.penalty = 0.0
+        for limit in range(len(self.forward_sum)):
+            self._add_forward_over(limit, 1.0)
         for slot, its in enumerate(self.slots):
             self.seconds += its.made.seconds
-            self.excess += self._over(slot, its.sum, its.made.held) + self._rest_over(
-                slot, its.rest_sum
-            )
+            self._add_over(slot, 1.0)
+            self._add_rest_over(slot, 1.0)
 
     def _begin(self) -> None:
         self.begun = True
@@ -512,6 +562,18 @@ class PresenceSearch:
         self._put(value, path)
         self.forced = value
 
+    def _put_stretch(self) -> None:
+        """Have values that are made one after the other all there, or away wherever they may be."""
+        n = len(self.movable)
+        length = min(n, _SHORTEST + self._random(max(n // 4, 1)))
+        begin = self._random(n - length + 1)
+        there = self._random(2) != 0
+        for value in self.movable[begin : begin + length]:
+            path = [there or pinned for pinned in self.is_pinned[value]]
+            if self.leaves[value] < 0:
+                path[0] = True
+            self._put(value, path)
+
     def _keep_if_better(self) -> None:
         if (self.excess, self.seconds) < (self.best_excess, self.best_seconds):
             self.best_there = list(self.there)
@@ -528,8 +590,7 @@ class PresenceSearch:
         """Begin a turn with everything there."""
         for value in self.movable:
             self._put(value, [True] * len(self.there[value]))
-        self._count()
-        self.price = self.unit * _LOWEST
+        self._set_prices(self.unit * _LOWEST)
         self.step = step
 
     def _begin_turn(self) -> None:
@@ -541,11 +602,15 @@ class PresenceSearch:
         self._go_back()
         self.step = _STEP
         self.in_vain += 1
+        self.all_rise = self._random(2) != 0
         if self.in_vain % _TURNS_TO_RESTART == 0:
             self._begin_anew(_STEP)
             return
         halvings = self._random(_DOUBLINGS) + 1
-        self.price = self.unit * ldexp(1.0 + self._random(1000) / 1000.0, -halvings)
+        self._set_prices(self.unit * ldexp(1.0 + self._random(1000) / 1000.0, -halvings))
+        if self._random(2):
+            self._put_stretch()
+            return
         for _ in range(self._random(_FORCED + self.in_vain // _TURNS_FOR_ONE_MORE)):
             self._force(self.movable[self._random(len(self.movable))])
 
@@ -553,12 +618,12 @@ class PresenceSearch:
         """Rule 2: a sweep, and a higher price after it."""
         any_ = self._sweep()
         self.forced = -1
-        if (self.excess <= 0 and not any_) or self.price > _HIGHEST * self.unit:
+        if (self.excess <= 0 and not any_) or self.highest_price > _HIGHEST * self.unit:
             self._count()
             self._keep_if_better()
             self.in_turn = False
             return
-        self.price *= self.step if any_ else self.step * self.step
+        self._raise_prices(self.step if any_ else self.step * self.step)
 
     def go_on(self, most_work: int, most_in_vain: int) -> bool:
         """Go on for at least so many units of work. Return whether so many turns in a row found nothing better."""
