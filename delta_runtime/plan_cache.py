@@ -311,9 +311,9 @@ class PlanCache:
             may = True  # who asks for a planner by name waits for it
         elif final and known.plan is not None:
             effort_s = SEARCH_EFFORT * known.plan.predicted_seconds
-            may = left_s >= known.plan_s + min(
-                effort_s, joint_heuristic.MOST_EFFORT / WORK_PER_SECOND
-            )
+            most = (joint_heuristic.MOST_EFFORT, joint_heuristic.MOST_TO_SEARCH)
+            searches_s = sum(min(effort_s, work / WORK_PER_SECOND) for work in most)
+            may = left_s >= known.plan_s + searches_s
         elif known.plan is None:
             may = free or left_s > 0
         else:

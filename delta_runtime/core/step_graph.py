@@ -271,6 +271,8 @@ class StepGraph:
         for name in ("value_bytes", "op_watermark_bytes", "op_ordinary_bytes", "op_seconds"):
             if not (getattr(self, name) >= 0).all():
                 raise ValueError(f"{name} holds something negative, or no number")
+        if (self.op_replay_seconds < 0).any():
+            raise ValueError("op_replay_seconds holds something negative")
         if not isinstance(self.contracted, bool):
             raise ValueError("contracted is neither true nor false")
 

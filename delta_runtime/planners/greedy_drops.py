@@ -58,9 +58,9 @@ class GreedyCover:
         self.recipes = recipes
         self.bytes = graph.saved_bytes.astype(np.float64)
         last_read = _last_forward_read(graph)[graph.saved]
-        saved_at = np.searchsorted(graph.op_tick, graph.saved_at, side="left")
+        saved = np.searchsorted(graph.op_tick, graph.saved_at + 1, side="left")
         alone = np.searchsorted(graph.op_tick, graph.alone_at, side="left")
-        self.begin = np.maximum(np.maximum(last_read, saved_at) + 1, alone)
+        self.begin = np.maximum(np.maximum(last_read + 1, saved), alone)
         # Rebuilt before the op that unpacks it, while the op before is just over: one op early.
         # What is never asked for may be away until the program lets go of it.
         gone = np.searchsorted(graph.op_tick, graph.released_at, side="right")

@@ -42,9 +42,10 @@ _TO_POLISH = 6_000_000
 _PLAYS_TO_EXCHANGE = 0.6  # so many for each saved value, where that is more
 _TO_FIT = 500_000  # at least, to look for a choice that fits where the first one does not
 MOST_EFFORT = 24_000_000
-"""Units of work of the longest look for a better choice; for when values are there it is `_MOST_TO_SEARCH`."""
+"""Units of work for which a better choice is looked for, at the most."""
+MOST_TO_SEARCH = 72_000_000
+"""Units of work for which is then looked when values are there, at the most."""
 _TO_SEARCH = 2_000_000  # at least, to look for when values are there
-_MOST_TO_SEARCH = 72_000_000
 _MOST_WITHOUT_EXTENSION = 2_400_000  # a few seconds of Python
 _NOTICED = (
     0.99  # of the seconds of a plan that is carried out lazily: below that one as written is better
@@ -134,7 +135,7 @@ def plan(
         choice = first
     found = plan_of(cover, evaluator, choice, by_next_use=choice is swaps)
     if effort > 0 and not one_gap and choice.dropped.any() and not choice.swapped.any():
-        most = int(min(max(work, _TO_SEARCH), _MOST_TO_SEARCH, most_work))
+        most = int(min(max(work, _TO_SEARCH), MOST_TO_SEARCH, most_work))
         if compiled.planners is None:
             most = min(most, _MOST_WITHOUT_EXTENSION)
         return _searched(cover, found, most_work=most)

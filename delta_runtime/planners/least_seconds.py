@@ -1,8 +1,8 @@
 """How few seconds more than the ordinary step any plan can take: a bound by a linear program.
 
-Covers plans that drop and copy, one lane in each direction. The bound is valid, not tight: what is rebuilt needs other
-values too, copies come late, and what is away is away as a whole; none of that counts here. HiGHS solves it; see
-`linear_program`.
+Covers plans that copy, one lane in each direction, and drop what `Recipes.possible` allows. The bound is valid, not
+tight: what is rebuilt needs other values too, copies come late, and what is away is away as a whole; none of that
+counts here (`window_bound` knows the first and the last, of plans that drop). HiGHS solves it; see `linear_program`.
 
 Note: the program
   A value is asked for again and again. Between two times it may be away: by a part d that is dropped, and by a part s

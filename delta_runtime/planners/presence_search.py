@@ -46,7 +46,7 @@ _HIGHEST = 1e6
 _DOUBLINGS = 6  # from the lowest price of a later turn to the highest
 _FIRST_STEP = 2.0  # of the price, after each sweep of the first turn
 _STEP = 1.3
-_SHORTEST = 3  # stretch of values, the longest being a quarter of all more
+_SHORTEST = 3  # stretch of values; the longest has a quarter of all values more
 _FORCED = 4  # values turned around before a turn, at the most one less
 _TURNS_FOR_ONE_MORE = 100  # in vain
 _TURNS_TO_RESTART = 50  # in vain
@@ -520,7 +520,7 @@ class PresenceSearch:
         self._count()
         self.best_there = list(self.there)
         self.best_seconds, self.best_excess = self.seconds, self.excess
-        self.unit = seconds / total
+        self.unit = (seconds or 1.0) / total
 
     def _sweep(self) -> bool:
         """Have each value at its best once, in one direction. Return whether any changed."""

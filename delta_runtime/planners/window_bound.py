@@ -1,16 +1,18 @@
 """How few seconds more than the ordinary step any plan can take that drops: a bound by a program of whole numbers.
 
-What is rebuilt needs what it is rebuilt from. `least_seconds` leaves that out, and so do fractions: half of each value
-is there, and finds half of the other. Here a value is there or not. The program is small, because backward is cut into
-few windows, and within a window it is not told what comes first.
+What is rebuilt needs what it is rebuilt from, which `least_seconds` leaves out. Here a value is there or not: with half
+of each value there, each would find half of what it needs. The program stays small, because backward is cut into few
+windows, and what comes first within one is left open.
 
-Covers plans that drop. Does not cover copies; nor what a rebuild holds for a moment.
+Covers plans that drop what `Recipes.possible` allows; the runtime drops nothing else. Does not cover copies, nor what a
+rebuild holds for a moment.
 
 Note: the program
   The windows end at the first op behind which anything is asked for, and at those behind which the largest values are.
-  The slots of a value are the windows, cut where the value itself is asked for. It leaves in its first slot at the
-  soonest, and is gone in its last.
-  x[i, s]: value i was there before slot s, and is throughout it. r[i, s]: it is rebuilt behind an op of slot s.
+  The slots of a value are the windows, cut where the value itself is asked for, from the op before which it may leave
+  to the last one behind which it, or what is rebuilt from it, is asked for.
+  x[i, s]: value i is there before slot s and throughout it, or a node holds it. r[i, s]: it is rebuilt behind an op of
+  slot s.
   1. Nothing comes from nowhere: x[i, s] <= x[i, s-1] + r[i, s-1]. Before its first slot a value is there.
   2. What is asked for at the end of a slot is there: x[i, s] + r[i, s] >= 1.
   3. What is rebuilt finds what it is rebuilt from. Each parent j was there before the slot of j in which that happens
@@ -35,11 +37,15 @@ import numpy as np
 from delta_runtime.core.recipes import Recipes, recipes_of
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.planners.least_seconds import least_seconds
-from delta_runtime.planners.linear_program import TOLERANCE, LinearProgram
+from delta_runtime.planners.linear_program import TOLERANCE, LinearProgram, SolverFailed
 from delta_runtime.planners.presence import Presence
 
 _WINDOWS = (12, 32, 64, 128)
-"""At the most so many, one program after the other: the more, the closer the bound, and the longer it takes."""
+"""About so many, one program after the other: the more, the closer the bound, and the longer it takes."""
+_MOST_COLUMNS = 100_000
+"""A program that may have more is not made: the solver takes hours for it."""
+_MOST_STRETCHES = 24
+"""In each window it has to fit at so many places, those with the most that is too much."""
 _GAP = 1e-4
 _THERE = -1  # in place of a column: 1
 
@@ -52,27 +58,31 @@ def window_bound(
     Args:
         graph: the recorded step.
         budget_bytes: what may be live at any moment.
-        time_limit_s: after so long the highest bound so far is the result; it is no lower than that of `least_seconds`.
+        time_limit_s: after so long, beside what `least_seconds` takes, the highest bound so far is the result; it is no
+            lower than that of `least_seconds`.
 
     Raises:
         SolverFailed: see `least_seconds`.
         ImportError: scipy is not installed.
     """
-    ends_s = time.monotonic() + time_limit_s
     bound_s = least_seconds(graph, budget_bytes)
     if not bound_s:
         return bound_s
+    ends_s = time.monotonic() + time_limit_s
     recipes = recipes_of(graph)
     presence = Presence(graph, recipes)
     tried: set[int] = set()
     for most in _WINDOWS:
         events = _events(presence, most)
-        left_s = ends_s - time.monotonic()
-        if len(events) in tried or left_s <= 0:
+        many = 2 * len(graph.saved) * len(events) > _MOST_COLUMNS
+        if many or len(events) in tried or time.monotonic() >= ends_s:
             break
         tried.add(len(events))
         program = _Windows(presence, recipes, budget_bytes, events).program
-        answer = program.solve(time_limit_s=left_s, gap=_GAP)
+        try:
+            answer = program.solve(time_limit_s=max(ends_s - time.monotonic(), 0.0), gap=_GAP)
+        except SolverFailed:
+            break
         if answer.impossible:
             return None
         if answer.bound is not None:
@@ -106,7 +116,8 @@ class _Slots:
     def __init__(self, first: int, gone: int, last: int, cuts: set[int]) -> None:
         """Cut the ops from `first` to `last` behind each of `cuts`, and where the value is gone."""
         inside = {cut + 1 for cut in cuts if first <= cut < last}
-        inside |= {gone} & set(range(first + 1, last + 1))
+        if first < gone <= last:
+            inside.add(gone)
         self.begins = sorted({first, last + 1} | inside)
         self.first, self.gone, self.last = first, gone, last
         self.there: list[int] = []  # columns x
@@ -128,17 +139,19 @@ class _Windows:
     ) -> None:
         self.graph, self.presence, self.recipes = presence.graph, presence, recipes
         self.events = events
-        self.budget_bytes = float(budget_bytes)
+        self.unit = max(float(budget_bytes), 1.0)  # of bytes
+        self.bytes: list[float] = self.graph.saved_bytes.astype(np.float64).tolist()
         self.program = LinearProgram()
         self.seconds = np.maximum(np.nan_to_num(self.graph.rerun_seconds), 0.0)
         self.slots = self._slots()
+        self.asked_last = {row: max(presence.asked[row]) for row in self.slots}
         for row in self.slots:
             self._columns(row)
         self._runs()
         for row in self.slots:
             self._stays_or_is_rebuilt(row)
             self._finds_parents(row)
-        self._fits()
+        self._fits(budget_bytes)
 
     def _slots(self) -> dict[int, _Slots]:
         """Return the slots of each value that may be dropped, and is asked for."""
@@ -168,7 +181,7 @@ class _Windows:
         slots, needed = self.slots[row], self.presence.needed[row]
         for begin, end in pairwise(slots.begins):
             if begin < slots.gone:
-                # Behind the op of slot 0 it is there; behind others, where a node holds it already.
+                # Before its first slot it is there. Before another one it is, if a node holds it already.
                 held = begin == slots.first or begin - 1 in needed
                 fixed = held and all(op in needed for op in range(begin, end))
                 column = _THERE if fixed else self.program.column(0.0, 0.0, 1.0, whole=True)
@@ -224,21 +237,23 @@ class _Windows:
                 continue
             for (begin, end), column in zip(pairwise(slots.begins), slots.reruns, strict=True):
                 if begin < its.first:
-                    continue
+                    continue  # at the begin of this slot the parent cannot have left yet
                 low, high = its.of(begin), its.of(end - 1)
                 found = [(each, -1.0) for each in its.reruns[low : high + 1]]
                 if begin < its.gone:
                     if low == 0:
-                        continue
+                        continue  # before its first slot the parent is there
                     found += [(its.there[low - 1], -1.0), (its.reruns[low - 1], -1.0)]
                 self._sum([(column, 1.0), *found], -np.inf, 0.0)
 
-    def _fits(self) -> None:
-        """Rule 4, for the worst op of each stretch in which the same is away."""
+    def _fits(self, budget_bytes: int) -> None:
+        """Rule 4, for the worst op of a stretch in which the same is away."""
         graph, presence = self.graph, self.presence
         n = graph.n_ops
-        excess = graph.op_ordinary_bytes + graph.op_watermark_bytes - self.budget_bytes
-        bytes_ = graph.saved_bytes.astype(np.float64)
+        excess = (graph.op_ordinary_bytes + graph.op_watermark_bytes - budget_bytes).astype(
+            np.float64
+        )
+        bytes_ = self.bytes
         leaves, gone = presence.leaves.tolist(), presence.gone.tolist()
         # After its last time: by op, bytes that are away for nothing.
         idle = np.zeros(n + 1)
@@ -255,21 +270,27 @@ class _Windows:
             edges.update(op for op in needed if op - 1 not in needed)
             edges.update(op + 1 for op in needed if op + 1 not in needed)
         idle = np.cumsum(idle)
+        stretches: dict[int, list[tuple[float, int]]] = {}  # by window
         for begin, end in pairwise(sorted(edge for edge in edges if edge <= n)):
             worst = float((excess[begin:end] - idle[begin:end]).max())
             if worst > 0:
+                stretches.setdefault(bisect_left(self.events, begin), []).append((worst, begin))
+        for within in stretches.values():
+            for worst, begin in sorted(within, reverse=True)[:_MOST_STRETCHES]:
                 self._away(begin, worst)
 
     def _away(self, op: int, excess: float) -> None:
         terms = []
         most = 0.0
         for row, slots in self.slots.items():
-            asked = max(self.presence.asked[row])
-            if slots.first <= op < min(slots.gone, asked) and op not in self.presence.needed[row]:
-                share = float(self.graph.saved_bytes[row]) / self.budget_bytes
+            if (
+                slots.first <= op < min(slots.gone, self.asked_last[row])
+                and op not in self.presence.needed[row]
+            ):
+                share = self.bytes[row] / self.unit
                 terms.append((slots.there[slots.of(op)], share))
                 most += share
-        limit = most - excess / self.budget_bytes
+        limit = most - excess / self.unit
         if terms:
             self.program.row(terms, -np.inf, limit)
         elif limit < 0:

@@ -59,6 +59,7 @@ def test_another_version_is_refused_by_name():
         {"saved": [0, 1, 2, 3, 99]},
         {"saved": [0, 0, 1, 2, 3]},
         {"op_seconds": [-1.0] * 10},
+        {"op_replay_seconds": [-1.0] * 10},
         {"op_seconds": [None] * 10},
         {"input_offsets": [1] * 11},
         {"inputs": [0, 0, 4, 2, 3]},

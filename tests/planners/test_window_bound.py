@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from delta_runtime.core.events import Exit
+from delta_runtime.core.plan import Interval, Plan
 from delta_runtime.planners import joint_heuristic, window_bound
 from delta_runtime.planners.bounds import bounds_of
 from delta_runtime.planners.contraction import by_size
 from delta_runtime.planners.least_seconds import least_seconds
+from delta_runtime.planners.linear_program import LinearProgram, SolverFailed
 from delta_runtime.planners.presence import Presence
 from delta_runtime.planners.step_program import StepProgram
 from delta_runtime.planners.validate import validate
@@ -36,6 +40,14 @@ def windows(request, monkeypatch):
     """At the most so many: a thousand are as many as there are ops behind which anything is asked for."""
     monkeypatch.setattr(window_bound, "_WINDOWS", (request.param,))
     return request.param
+
+
+class Failing(LinearProgram):
+    """Finds nothing."""
+
+    def solve(self, **_):
+        """Fail."""
+        raise SolverFailed("It failed.")
 
 
 def checked(graph, plans):
@@ -127,6 +139,31 @@ def test_real_steps_are_planned_near_it(name):
     bound = window_bound.window_bound(graph, budget, time_limit_s=10.0)
     assert bound is not None
     assert least_seconds(graph, budget) < bound <= plan.predicted_seconds <= 1.03 * bound
+
+
+def test_what_was_saved_between_two_ops_may_leave_at_the_second(windows):
+    graph = chain([8, 80, 8, 90], [0.01] * 4)
+    graph = replace(
+        graph,
+        saved_at=np.array([3, 5, 7, 9]),
+        alone_at=np.array([4, 6, 8, 10]),
+        **{name: 2 * getattr(graph, name) for name in ("op_tick", "released_at", "uses", "ticks")},
+    )
+    asked = int(graph.uses[1])
+    intervals = [[Interval(2 * op, graph.ticks)] for op in range(4)]
+    intervals += [[] for _ in range(graph.n_values - 4)]
+    intervals[1] = [Interval(2, 6, Exit.DROP), Interval(asked, graph.ticks)]
+    weights = np.ones(graph.n_values)
+    plan = Plan.of(intervals, weights=weights, predicted_seconds=0.0, predicted_peak_bytes=0)
+    checked(graph, [plan])
+    assert windows
+
+
+def test_a_solver_that_fails_leaves_the_other_bound(monkeypatch):
+    graph = TINY["chain"]
+    budget = (bounds_of(graph).lower_bytes + graph.peak_bytes) // 2
+    monkeypatch.setattr(window_bound, "LinearProgram", Failing)
+    assert window_bound.window_bound(graph, budget) == least_seconds(graph, budget)
 
 
 def test_without_time_it_is_the_other_bound():
