@@ -35,7 +35,7 @@ def plan(
         graph: the recorded step.
         budget_bytes: what may be live at any moment.
         tiers: speed of the lanes; None where nothing may be copied.
-        effort: see `joint_heuristic.plan`.
+        effort: see `joint_heuristic.plan`; for when values are there it looks as long as it ever does.
         seeds: plans of others for the same graph; the best that fits is the result, if this planner's is no better.
     """
     begin = time.perf_counter()
@@ -43,7 +43,13 @@ def plan(
         return moving_nothing(graph, budget_bytes, begin)
 
     def best_at(memory: int) -> Judged:
-        own = joint_heuristic.plan(graph, memory, effort=effort, links=tiers)
+        own = joint_heuristic.plan(
+            graph,
+            memory,
+            effort=effort,
+            links=tiers,
+            least_search=joint_heuristic.MOST_TO_SEARCH,
+        )
         found = [judged(each, graph, tiers) for each in (own, *seeds, Plan.moving_nothing(graph))]
         return min(found, key=lambda each: (max(each.verdict.peak_bytes - memory, 0), each.seconds))
 

@@ -45,7 +45,7 @@ MOST_EFFORT = 24_000_000
 """Units of work for which a better choice is looked for, at the most."""
 MOST_TO_SEARCH = 72_000_000
 """Units of work for which is then looked when values are there, at the most."""
-_TO_SEARCH = 2_000_000  # at least, to look for when values are there
+_TO_SEARCH = 2_000_000  # at least, to look for when values are there, unless told otherwise
 _MOST_WITHOUT_EXTENSION = 2_400_000  # a few seconds of Python
 _NOTICED = (
     0.99  # of the seconds of a plan that is carried out lazily: below that one as written is better
@@ -62,6 +62,7 @@ def plan(
     drops: bool = True,
     links: Links | None = None,
     most_work: float = float("inf"),
+    least_search: int = _TO_SEARCH,
     one_gap: bool = False,
 ) -> Plan:
     """Choose what to drop and what to swap in the next step that is like `graph`.
@@ -76,6 +77,8 @@ def plan(
         links: speed of the lanes, where anything may be swapped. As long as it is not known,
             nothing is.
         most_work: of each attempt, and of looking further, in units of WORK_PER_SECOND.
+        least_search: how long to look for when values are there, however little the first choice rebuilds; in the
+            same units.
         one_gap: whether each value leaves once at the most, as soon as it may.
 
     Returns:
@@ -135,7 +138,7 @@ def plan(
         choice = first
     found = plan_of(cover, evaluator, choice, by_next_use=choice is swaps)
     if effort > 0 and not one_gap and choice.dropped.any() and not choice.swapped.any():
-        most = int(min(max(work, _TO_SEARCH), MOST_TO_SEARCH, most_work))
+        most = int(min(max(work, least_search), MOST_TO_SEARCH, most_work))
         if compiled.planners is None:
             most = min(most, _MOST_WITHOUT_EXTENSION)
         return _searched(cover, found, most_work=most)

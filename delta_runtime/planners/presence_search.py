@@ -37,7 +37,7 @@ from delta_runtime.planners.presence_slots import Slots, plan_of, presence_of, s
 
 MOST_PRESENCE = 5_000_000
 """Slots of all values together: a step with more is not searched."""
-_MOST_IN_VAIN = 1000  # turns in a row that found nothing better
+_MOST_IN_VAIN = 3000  # turns in a row that found nothing better
 _SWEEPS = 30  # for a first turn in any case
 _WORK_AT_ONCE = 200_000  # a few milliseconds
 
