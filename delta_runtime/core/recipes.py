@@ -34,7 +34,7 @@ class Lists:
         """Put lists one behind the other."""
         lengths = np.fromiter(map(len, lists), np.int64, len(lists))
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        items = (item for each in lists for item in each)
+        items = (item for each in unhurried(lists) for item in each)
         return cls(offsets, np.fromiter(items, np.int64, int(offsets[-1])))
 
     def counts(self) -> Ints:
@@ -44,7 +44,8 @@ class Lists:
     def as_lists(self) -> list[list[int]]:
         """Return each of them."""
         items = self.items.tolist()
-        return [items[low:high] for low, high in itertools.pairwise(self.offsets.tolist())]
+        bounds = itertools.pairwise(self.offsets.tolist())
+        return [items[low:high] for low, high in unhurried(bounds)]
 
 
 @dataclass(frozen=True, eq=False)

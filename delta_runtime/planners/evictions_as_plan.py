@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from delta_runtime.core.events import Exit
+from delta_runtime.core.interrupts import unhurried
 from delta_runtime.core.plan import NEVER, Plan
 from delta_runtime.core.step_graph import Ints
 from delta_runtime.planners.evaluate import Evaluator
@@ -87,7 +88,7 @@ def _columns(
     ends[drops], exits[drops] = tick[cover.begin[drops]], Exit.DROP
     asked = drops & (choice.evaluation.back >= 0)
     back[asked] = tick[choice.evaluation.back[asked]]
-    for row in np.flatnonzero(choice.swapped & ~drops).tolist():
+    for row in unhurried(np.flatnonzero(choice.swapped & ~drops).tolist()):
         copies[row], exits[row] = tick[copy_back[row]], Exit.SWAP
         ends[row] = min(tick[min(spans[row].begin, graph.n_ops)], copies[row])
         # What is rebuilt from it may need it before it has left at all.

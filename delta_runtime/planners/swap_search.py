@@ -11,6 +11,7 @@ import heapq
 
 import numpy as np
 
+from delta_runtime.core.interrupts import unhurried
 from delta_runtime.core.step_graph import Mask
 from delta_runtime.planners.evaluate import Evaluator
 from delta_runtime.planners.repair import Evictions, take_back
@@ -175,13 +176,13 @@ def prefetch_ops(evaluator: Evaluator, choice: Evictions) -> dict[int, int]:
     spans = evaluator.spans(choice.dropped, choice.swapped)
     need = evaluator.needs(choice.dropped)
     excess = choice.evaluation.excess.copy()
-    for row, span in spans.items():
+    for row, span in unhurried(spans.items()):
         if span.begin < span.end:
             excess[span.begin : span.end] += evaluator.bytes[row]
         excess[evaluator.begin[row] : need[row]] -= evaluator.bytes[row]
     backward = int(np.argmax(evaluator.graph.op_backward))
     ops: dict[int, int] = {}
-    for row in sorted(spans, key=lambda each: need[each]):
+    for row in unhurried(sorted(spans, key=lambda each: need[each])):
         begin, end = evaluator.begin[row], need[row]
         full = np.flatnonzero(excess[begin:end] + evaluator.bytes[row] > 0)
         room_from = begin + int(full[-1]) + 1 if len(full) else begin

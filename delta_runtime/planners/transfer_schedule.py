@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from delta_runtime.core.interrupts import unhurried
 from delta_runtime.core.step_graph import Floats
 from delta_runtime.core.transfer import Links
 from delta_runtime.planners.greedy_drops import GreedyCover
@@ -72,12 +73,12 @@ class LaneTimes:
         """
         gone_s: dict[int, float] = {}
         free_s = 0.0
-        for row in sorted(rows, key=self._begin.__getitem__):
+        for row in unhurried(sorted(rows, key=self._begin.__getitem__)):
             free_s = max(free_s, self._ready[row]) + self.out_s[row]
             gone_s[row] = free_s
         starts: dict[int, float] = {}
         latest_s = float("inf")
-        for row in sorted(rows, key=lambda each: need[each], reverse=True):
+        for row in unhurried(sorted(rows, key=lambda each: need[each], reverse=True)):
             latest_s = min(latest_s, self._clock_s[need[row] + 1]) - self.in_s[row]
             starts[row] = latest_s
         at = np.array([*gone_s.values()])
@@ -85,5 +86,5 @@ class LaneTimes:
         back = np.searchsorted(self._clock, np.array([starts[row] for row in gone_s]), side="right")
         return {
             row: Span(max(begin, self._begin[row]), end)
-            for row, begin, end in zip(gone_s, away, (back - 1).tolist(), strict=True)
+            for row, begin, end in unhurried(zip(gone_s, away, (back - 1).tolist(), strict=True))
         }
