@@ -1,7 +1,7 @@
 """How long do the planners take, how close does rounding come, and how close the joint heuristic?
 
-A benchmark on generated instances and recorded steps, the same each time. Takes about twelve minutes on two idle
-cores, most of them for the gap; needs no GPU.
+A benchmark on generated instances and recorded steps, the same each time. Takes about eleven minutes on two idle
+cores with `--seconds 1`, six of them for the gap; needs no GPU.
 
     python -m benchmarks.planners [--seconds 60] [--only joint]
     python -m benchmarks.planners --only beside    # how long is training kept waiting?

@@ -16,8 +16,8 @@ constexpr double kHighest = 1e6;
 constexpr uint64_t kDoublings = 6;  // from the lowest price of a later turn to the highest
 constexpr double kFirstStep = 2.0;  // of the price, after each sweep of the first turn
 constexpr double kStep = 1.3;
-constexpr uint64_t kShortest =
-    3;                           // stretch of values; the longest has a quarter of all values more
+// Of stretches of values; the longest has a quarter of all values more.
+constexpr uint64_t kShortest = 3;
 constexpr uint64_t kForced = 4;  // values turned around before a turn, at the most one less
 constexpr uint64_t kTurnsForOneMore = 100;  // in vain
 constexpr int64_t kTurnsToRestart = 50;     // in vain
@@ -513,7 +513,7 @@ void PresenceSearch::begin() {
   best_there_ = there_;
   best_seconds_ = seconds_;
   best_excess_ = excess_;
-  unit_ = (seconds != 0.0 ? seconds : 1.0) / bytes;
+  unit_ = (seconds != 0.0 ? seconds : 1.0) / bytes;  // prices must rise, also where nothing costs
 }
 
 // Has each value at its best once, in one direction. Returns whether any changed.

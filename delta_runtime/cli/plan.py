@@ -70,10 +70,10 @@ def add_parser(commands: Any) -> None:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"not a number of seconds: {text}")
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0 <= (seconds := float(text)) < float("inf"):
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
 
 
 def plan(options: argparse.Namespace) -> str:

@@ -27,7 +27,11 @@ from delta_runtime.core.step_graph import Floats
 TOLERANCE = 1e-5
 """By so much of its largest factor may a row be violated, the tolerances of whole numbers in it added up."""
 
+ONE, ZERO = -1, -2
+"""In place of a column: what always is 1, or 0."""
+
 _LARGE_COST = 1e6
+_ROUNDING = 1e-9  # a sum of constants may miss its limit by so much
 _OPTIMAL, _LIMIT, _IMPOSSIBLE, _TROUBLE = 0, 1, 2, 4  # scipy's statuses; 3 is unbounded
 
 
@@ -102,13 +106,22 @@ class LinearProgram:
         """Limit a sum.
 
         Args:
-            terms: columns, each with its factor; the terms of one column add up.
+            terms: columns, each with its factor; the terms of one column add up. ONE and ZERO may stand for columns.
             lower, upper: least and most of the sum; they may be infinite.
         """
         factors: dict[int, float] = {}
         for column, factor in terms:
             factors[column] = factors.get(column, 0.0) + factor
-        scale = max(map(abs, factors.values()), default=0.0) or 1.0
+        constant = factors.pop(ONE, 0.0)
+        factors.pop(ZERO, None)
+        lower, upper = lower - constant, upper - constant
+        if not factors:
+            if lower <= _ROUNDING and upper >= -_ROUNDING:
+                return
+            # There is no solution: the solver takes no row without columns for that.
+            factors[self.column(0.0, 0.0, 0.0)] = 1.0
+            lower, upper = 1.0, 1.0
+        scale = max(map(abs, factors.values())) or 1.0
         self._rows += [len(self._row_lower)] * len(factors)
         self._columns += factors
         self._factors += [factor / scale for factor in factors.values()]
@@ -132,8 +145,8 @@ class LinearProgram:
             SolverFailed: neither a solution, nor a proof that there is none, nor the time limit.
             ImportError: scipy is not installed.
         """
-        if not self._costs:
-            return self._without_columns()
+        if not self._costs:  # of which the solver makes nothing
+            return Answer(np.empty(0), 0.0, 0.0, impossible=False)
         end_s = None if time_limit_s is None else time.monotonic() + time_limit_s
         found = self._run(end_s, gap, relaxed)
         if found.status == _TROUBLE:
@@ -159,13 +172,6 @@ class LinearProgram:
             self._cost(bound),
             impossible=False,
         )
-
-    def _without_columns(self) -> Answer:
-        """Return the answer where each sum is 0: the solver takes no such program."""
-        rows = zip(self._row_lower, self._row_upper, strict=True)
-        if all(lower <= 0 <= upper for lower, upper in rows):
-            return Answer(np.empty(0), 0.0, 0.0, impossible=False)
-        return Answer(None, np.inf, None, impossible=True)
 
     def _run(
         self, end_s: float | None, gap: float | None, relaxed: bool, presolve: bool = True

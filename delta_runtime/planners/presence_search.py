@@ -520,7 +520,7 @@ class PresenceSearch:
         self._count()
         self.best_there = list(self.there)
         self.best_seconds, self.best_excess = self.seconds, self.excess
-        self.unit = (seconds or 1.0) / total
+        self.unit = (seconds or 1.0) / total  # prices must rise, also where nothing costs
 
     def _sweep(self) -> bool:
         """Have each value at its best once, in one direction. Return whether any changed."""

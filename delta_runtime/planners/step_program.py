@@ -37,7 +37,7 @@ from delta_runtime.core.recipes import Recipes, rebuild_seconds, recipes_of
 from delta_runtime.core.reruns import Reruns
 from delta_runtime.core.step_graph import Floats, StepGraph
 from delta_runtime.planners import joint_heuristic
-from delta_runtime.planners.linear_program import TOLERANCE, LinearProgram
+from delta_runtime.planners.linear_program import ONE, TOLERANCE, ZERO, LinearProgram
 from delta_runtime.planners.plan_result import judged
 from delta_runtime.planners.presence import Presence, spare_behind
 
@@ -47,7 +47,6 @@ _SLACK = 1e-7
 """Of the budget, that the solver is given more: it takes rows for met that are missed by less, but not always."""
 _FEW_COLUMNS = 200
 """So few that the solver proves the least peak in a moment, on any machine."""
-_ONE, _ZERO = -1, -2  # in place of a column: a constant
 
 
 def _check_contracted(graph: StepGraph, recipes: Recipes) -> None:
@@ -106,7 +105,7 @@ class StepProgram:
         self.beside = self.presence.beside(self.rows)
         self.program = LinearProgram()
         # By how much of the budget it is not used, where it is to be made least.
-        self.unused = self.program.column(-1.0, 0.0, 1.0) if budget_bytes is None else _ZERO
+        self.unused = self.program.column(-1.0, 0.0, 1.0) if budget_bytes is None else ZERO
         self.last = self._last_needed()
         self.there: dict[tuple[int, int], int] = {}
         self.reruns: dict[tuple[int, int], int] = {}
@@ -129,46 +128,36 @@ class StepProgram:
             if not self.made[row] <= op < self.gone[row]:
                 continue
             fixed = op < self.leaves[row] or op in self.presence.needed[row]
-            self.there[op, row] = _ONE if fixed else self.program.column(0.0, 0.0, 1.0, whole=True)
+            self.there[op, row] = ONE if fixed else self.program.column(0.0, 0.0, 1.0, whole=True)
         for row in self.rows:
             if self.leaves[row] <= op <= self.last[row]:
                 self.reruns[op, row] = self.program.column(
-                    self.seconds[row] if self.unused == _ZERO else 0.0, 0.0, 1.0, whole=True
+                    self.seconds[row] if self.unused == ZERO else 0.0, 0.0, 1.0, whole=True
                 )
 
     def _is_there(self, op: int, row: int) -> int:
-        return self.there.get((op, row), _ZERO)
-
-    def _sum(self, terms: list[tuple[int, float]], lower: float, upper: float) -> None:
-        """Add a row in which constants may stand for columns."""
-        constant = sum(factor for column, factor in terms if column == _ONE)
-        columns = [(column, factor) for column, factor in terms if column >= 0]
-        if columns:
-            self.program.row(columns, lower - constant, upper - constant)
-        elif not lower - 1e-9 <= constant <= upper + 1e-9:
-            never = self.program.column(0.0, 0.0, 0.0)
-            self.program.row([(never, 1.0)], 1.0, 1.0)  # there is no solution
+        return self.there.get((op, row), ZERO)
 
     def _rows(self, op: int) -> None:
         for row in self.rows:
             column = self._is_there(op, row)
-            if column != _ZERO and op >= self.leaves[row]:  # rule 2
-                before = self._is_there(op - 1, row) if op > self.made[row] else _ONE
-                rerun = self.reruns.get((op, row), _ZERO)
-                self._sum([(column, 1.0), (before, -1.0), (rerun, -1.0)], -np.inf, 0.0)
+            if column != ZERO and op >= self.leaves[row]:  # rule 2
+                before = self._is_there(op - 1, row) if op > self.made[row] else ONE
+                rerun = self.reruns.get((op, row), ZERO)
+                self.program.row([(column, 1.0), (before, -1.0), (rerun, -1.0)], -np.inf, 0.0)
         resident = [(self._is_there(op, row), self.bytes[row] / self.unit) for row in self.rows]
         resident.append((self.unused, 1.0))
         room = (self.budget_bytes - self.beside[op]) / self.unit + _SLACK
-        self._sum(resident, -np.inf, room)  # rule 4
+        self.program.row(resident, -np.inf, room)  # rule 4
         again = [row for row in self.rows if (op, row) in self.reruns]
         for row in again:  # rule 3
             for parent in self.recipes.parents[row].tolist():
                 if parent in self.last:
-                    self._sum(
+                    self.program.row(
                         [
                             (self.reruns[op, row], 1.0),
                             (self._is_there(op, parent), -1.0),
-                            (self.reruns.get((op, parent), _ZERO), -1.0),
+                            (self.reruns.get((op, parent), ZERO), -1.0),
                         ],
                         -np.inf,
                         0.0,
@@ -192,19 +181,19 @@ class StepProgram:
                 continue
             here = self.reruns[op, row]
             there = self._is_there(op, row)
-            if there == _ONE:
+            if there == ONE:
                 continue
             passing[row] = self.program.column(0.0, 0.0, 1.0)
-            self._sum([(here, 1.0), (there, -1.0), (passing[row], -1.0)], -np.inf, 0.0)
+            self.program.row([(here, 1.0), (there, -1.0), (passing[row], -1.0)], -np.inf, 0.0)
             earlier: list[tuple[int, float]] = []
             for reader in readers[row]:
                 if earlier:
-                    self._sum([*earlier, (self.reruns[op, reader], 1.0)], -np.inf, 1.0)
+                    self.program.row([*earlier, (self.reruns[op, reader], 1.0)], -np.inf, 1.0)
                 column = self.program.column(0.0, 0.0, 1.0)
-                self._sum([(column, 1.0), (self.reruns[op, reader], -1.0)], -np.inf, 0.0)
+                self.program.row([(column, 1.0), (self.reruns[op, reader], -1.0)], -np.inf, 0.0)
                 earlier.append((column, 1.0))
                 goes.setdefault(reader, []).append((row, column))
-            self._sum([*earlier, (passing[row], -1.0)], -np.inf, 0.0)
+            self.program.row([*earlier, (passing[row], -1.0)], -np.inf, 0.0)
         held: int | None = None  # in passing, before a value is made
         for row in again:
             before = [] if held is None else [(held, 1.0)]
@@ -212,12 +201,12 @@ class StepProgram:
             if row in passing:
                 making.append((passing[row], self.bytes[row] / unit))
             if row in passing or self.workspace[row] > 0:
-                self._sum([*resident, *before, *making], -np.inf, room)
+                self.program.row([*resident, *before, *making], -np.inf, room)
             before += making[1:]
             before += [(column, -self.bytes[gone] / unit) for gone, column in goes.get(row, ())]
             if before:
                 held = self.program.column(0.0, 0.0, np.inf)
-                self._sum([(held, -1.0), *before], -np.inf, 0.0)
+                self.program.row([(held, -1.0), *before], -np.inf, 0.0)
 
     def fastest(self, time_limit_s: float, gap: float) -> Outcome:
         """Return the plan with the fewest seconds of rebuilding: by rounding and by joint first, then exactly.
@@ -322,5 +311,5 @@ class StepProgram:
     def _there(self, x: Floats) -> Floats:
         found = np.zeros((self.graph.n_ops, len(self.graph.saved)))
         for (op, row), column in self.there.items():
-            found[op, row] = 1.0 if column == _ONE else x[column]
+            found[op, row] = 1.0 if column == ONE else x[column]
         return found

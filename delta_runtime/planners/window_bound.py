@@ -37,7 +37,7 @@ import numpy as np
 from delta_runtime.core.recipes import Recipes, recipes_of
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.planners.least_seconds import least_seconds
-from delta_runtime.planners.linear_program import TOLERANCE, LinearProgram, SolverFailed
+from delta_runtime.planners.linear_program import ONE, TOLERANCE, LinearProgram, SolverFailed
 from delta_runtime.planners.presence import Presence
 
 _WINDOWS = (12, 32, 64, 128)
@@ -47,7 +47,6 @@ _MOST_COLUMNS = 100_000
 _MOST_STRETCHES = 24
 """In each window it has to fit at so many places, those with the most that is too much."""
 _GAP = 1e-4
-_THERE = -1  # in place of a column: 1
 
 
 def window_bound(
@@ -184,7 +183,7 @@ class _Windows:
                 # Before its first slot it is there. Before another one it is, if a node holds it already.
                 held = begin == slots.first or begin - 1 in needed
                 fixed = held and all(op in needed for op in range(begin, end))
-                column = _THERE if fixed else self.program.column(0.0, 0.0, 1.0, whole=True)
+                column = ONE if fixed else self.program.column(0.0, 0.0, 1.0, whole=True)
                 slots.there.append(column)
             slots.reruns.append(self.program.column(0.0, 0.0, 1.0))
 
@@ -208,25 +207,18 @@ class _Windows:
                     terms = [(each, 1.0) for each in columns]
                     self.program.row([*terms, (runs[window, op], -1.0)], -np.inf, 0.0)
 
-    def _sum(self, terms: list[tuple[int, float]], lower: float, upper: float) -> None:
-        """Add a row, in which _THERE may stand for columns."""
-        constant = sum(factor for column, factor in terms if column == _THERE)
-        columns = [(column, factor) for column, factor in terms if column != _THERE]
-        if columns:
-            self.program.row(columns, lower - constant, upper - constant)
-
     def _stays_or_is_rebuilt(self, row: int) -> None:
         """Rules 1 and 2."""
         slots, asked = self.slots[row], self.presence.asked[row]
         for slot, column in enumerate(slots.there):
             if slot > 0:
                 before = [(slots.there[slot - 1], -1.0), (slots.reruns[slot - 1], -1.0)]
-                self._sum([(column, 1.0), *before], -np.inf, 0.0)
+                self.program.row([(column, 1.0), *before], -np.inf, 0.0)
         for op in asked:
             if op >= slots.first:
                 slot = slots.of(op)
                 there = [(slots.there[slot], 1.0)] if slot < len(slots.there) else []
-                self._sum([*there, (slots.reruns[slot], 1.0)], 1.0, np.inf)
+                self.program.row([*there, (slots.reruns[slot], 1.0)], 1.0, np.inf)
 
     def _finds_parents(self, row: int) -> None:
         """Rule 3."""
@@ -244,7 +236,7 @@ class _Windows:
                     if low == 0:
                         continue  # before its first slot the parent is there
                     found += [(its.there[low - 1], -1.0), (its.reruns[low - 1], -1.0)]
-                self._sum([(column, 1.0), *found], -np.inf, 0.0)
+                self.program.row([(column, 1.0), *found], -np.inf, 0.0)
 
     def _fits(self, budget_bytes: int) -> None:
         """Rule 4, for the worst op of a stretch in which the same is away."""
@@ -290,9 +282,4 @@ class _Windows:
                 share = self.bytes[row] / self.unit
                 terms.append((slots.there[slots.of(op)], share))
                 most += share
-        limit = most - excess / self.unit
-        if terms:
-            self.program.row(terms, -np.inf, limit)
-        elif limit < 0:
-            never = self.program.column(0.0, 0.0, 0.0)
-            self.program.row([(never, 1.0)], 1.0, 1.0)  # there is no solution
+        self.program.row(terms, -np.inf, most - excess / self.unit)

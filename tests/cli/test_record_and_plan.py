@@ -15,7 +15,8 @@ from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.planners.linear_program import LinearProgram, SolverFailed
 from delta_runtime.planners.registry import PLANNERS
 from tests.support.recorded_steps import recorded
-from tests.support.step_graphs import TINY
+from tests.support.step_graphs import MIB, TINY
+from tests.support.step_graphs import chain as chain_of
 
 SCRIPT = """
 import sys
@@ -131,6 +132,31 @@ def test_joint_starts_from_the_plans_of_the_others(chain, capsys):
     rows = rows_of(capsys.readouterr().out)
     assert list(rows) == names.split(",")
     assert rows["joint"][4] == min(rows["recompute"][4], rows["checkmate"][4])
+
+
+@pytest.mark.parametrize("seconds", ["soon", "-1", "nan", "inf"])
+def test_what_is_no_number_of_seconds_is_refused(chain, capsys, seconds):
+    with pytest.raises(SystemExit):
+        main(["plan", chain, "--budget", "40MiB", f"--bound-seconds={seconds}"])
+    assert f"--bound-seconds: {seconds!r} is no number of seconds" in capsys.readouterr().err
+
+
+def test_without_seconds_the_bound_is_the_linear_one(tmp_path, capsys):
+    path = tmp_path / "chain.json"
+    graph = chain_of([8 * MIB] * 12, [0.01] * 12)
+    path.write_text(graph.to_json())
+    call = [
+        "plan",
+        str(path),
+        "--budget",
+        str(graph.peak_bytes - 9 * 8 * MIB),
+        "--planners",
+        "keep",
+    ]
+    for seconds, told in (("0", "90.0 ms"), ("10", "120 ms")):
+        assert main([*call, "--bound-seconds", seconds]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"No plan that drops takes less than {told} more" in shown
 
 
 def test_what_was_merged_is_shown(chain, capsys):
