@@ -52,7 +52,7 @@ def add_parser(commands: Any) -> None:
         help="speed of the lanes, each way: 12GB; as recorded if not given",
     )
     parser.add_argument(
-        "--seed", action="store_true", help="start joint from the plans of the planners before it"
+        "--seed", action="store_true", help="have joint search from the plans of the others, too"
     )
     parser.add_argument(
         "--merged", action="store_true", help="show what contraction and chain put together"

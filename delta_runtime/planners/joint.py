@@ -1,7 +1,7 @@
 """Joint: keep, swap or drop each saved value of a recorded step, under lanes and a hard peak. The default planner.
 
 Covers the signature that all planners share; `joint_heuristic` is how it decides. By default it starts from nothing;
-seeded, it takes the best of its own plan and those of the exact planners.
+seeded, it searches from the plans of other planners too.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from delta_runtime.core.events import Exit
 from delta_runtime.core.plan import Plan
+from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
 from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.plan_result import Judged, PlanResult, judged, moving_nothing, result_of
+from delta_runtime.planners.presence_search import search
 
 EFFORT = 4.0
 """How long the search goes on, in steps' worth of what the first plan rebuilds."""
@@ -36,7 +39,8 @@ def plan(
         budget_bytes: what may be live at any moment.
         tiers: speed of the lanes; None where nothing may be copied.
         effort: see `joint_heuristic.plan`; for when values are there it looks as long as it ever does.
-        seeds: plans of others for the same graph; the best that fits is the result, if this planner's is no better.
+        seeds: plans of others for the same graph. When values are there is looked for from each that copies nothing,
+            too; the result is the best plan of all, theirs included.
     """
     begin = time.perf_counter()
     if graph.peak_bytes <= budget_bytes:
@@ -50,7 +54,8 @@ def plan(
             links=tiers,
             least_search=joint_heuristic.MOST_TO_SEARCH,
         )
-        found = [judged(each, graph, tiers) for each in (own, *seeds, Plan.moving_nothing(graph))]
+        plans = [own, *seeds, *_searched(seeds, graph, memory), Plan.moving_nothing(graph)]
+        found = [judged(each, graph, tiers) for each in plans]
         return min(found, key=lambda each: (max(each.verdict.peak_bytes - memory, 0), each.seconds))
 
     best = best_at(budget_bytes)
@@ -64,3 +69,14 @@ def plan(
             peak_bytes = best.verdict.peak_bytes
         return result_of(None, budget_bytes, begin, least_budget_bytes=graph.peak_bytes)
     return result_of(best, budget_bytes, begin)
+
+
+def _searched(seeds: Sequence[Plan], graph: StepGraph, budget_bytes: int) -> list[Plan]:
+    """Return what `presence_search` makes of the plans that copy nothing."""
+    recipes = recipes_of(graph)
+    found = [
+        search(graph, budget_bytes, each, most_work=joint_heuristic.MOST_TO_SEARCH, recipes=recipes)
+        for each in seeds
+        if not (each.exits == Exit.SWAP).any()
+    ]
+    return [each for each in found if each is not None]

@@ -23,7 +23,6 @@ from collections.abc import Set
 
 import numpy as np
 
-from delta_runtime.core import compiled
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.step_graph import Mask, StepGraph
@@ -46,7 +45,6 @@ MOST_EFFORT = 24_000_000
 MOST_TO_SEARCH = 72_000_000
 """Units of work for which is then looked when values are there, at the most."""
 _TO_SEARCH = 2_000_000  # at least, to look for when values are there, unless told otherwise
-_MOST_WITHOUT_EXTENSION = 2_400_000  # a few seconds of Python
 _NOTICED = (
     0.99  # of the seconds of a plan that is carried out lazily: below that one as written is better
 )
@@ -139,8 +137,6 @@ def plan(
     found = plan_of(cover, evaluator, choice, by_next_use=choice is swaps)
     if effort > 0 and not one_gap and choice.dropped.any() and not choice.swapped.any():
         most = int(min(max(work, least_search), MOST_TO_SEARCH, most_work))
-        if compiled.planners is None:
-            most = min(most, _MOST_WITHOUT_EXTENSION)
         return _searched(cover, found, most_work=most)
     return found
 

@@ -40,6 +40,7 @@ MOST_PRESENCE = 5_000_000
 _MOST_IN_VAIN = 3000  # turns in a row that found nothing better
 _SWEEPS = 30  # for a first turn in any case
 _WORK_AT_ONCE = 200_000  # a few milliseconds
+_MOST_WITHOUT_EXTENSION = 2_400_000  # a few seconds of Python
 
 _LOWEST = 1.0 / 256.0  # price to begin with, in units of what a byte takes
 _HIGHEST = 1e6
@@ -83,7 +84,8 @@ def search(
         graph: the recorded step.
         budget_bytes: what may be live at any moment.
         begin: a plan that drops; the result is no worse, by the account of the slots.
-        most_work: units of work after which the best so far is the result; a first turn takes more, if need be.
+        most_work: units of work after which the best so far is the result; a first turn takes more, if need be. Without
+            the extension less far than with it.
         recipes: of `graph`; made where None is given.
 
     Returns:
@@ -94,6 +96,8 @@ def search(
         return None
     there = presence_of(slots, begin, graph)
     presence = searching(slots, there)
+    if compiled.planners is None:
+        most_work = min(most_work, _MOST_WITHOUT_EXTENSION)
     most_work = max(most_work, _SWEEPS * len(there))
     through = False
     while not through and presence.work() < most_work:
