@@ -28,7 +28,6 @@ from delta_runtime.core.transfer import Links
 from delta_runtime.known_step import CALIBRATION_STEPS, KnownStep, StepCost
 from delta_runtime.plan_trials import MOST_TRIALS, TRIAL_STEPS, Next
 from delta_runtime.planners import joint_heuristic
-from delta_runtime.planners.evaluate import WORK_PER_SECOND
 from delta_runtime.planners.registry import PLANNERS
 from delta_runtime.planning_time import PlanningTime
 from delta_runtime.plans_beside import Made, MakePlan, PlansBeside
@@ -310,10 +309,9 @@ class PlanCache:
         if final and self._planner != "joint":
             may = True  # who asks for a planner by name waits for it
         elif final and known.plan is not None:
-            effort_s = SEARCH_EFFORT * known.plan.predicted_seconds
-            most = (joint_heuristic.MOST_EFFORT, joint_heuristic.MOST_TO_SEARCH)
-            searches_s = sum(min(effort_s, work / WORK_PER_SECOND) for work in most)
-            may = left_s >= known.plan_s + searches_s
+            first_s = known.plan.predicted_seconds
+            search_s = joint_heuristic.search_seconds(SEARCH_EFFORT, first_s)
+            may = left_s >= known.plan_s + search_s
         elif known.plan is None:
             may = free or left_s > 0
         else:

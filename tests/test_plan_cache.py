@@ -15,7 +15,7 @@ from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
 from delta_runtime.known_step import CALIBRATION_STEPS, StepCost
-from delta_runtime.plan_cache import MOST_GRAPHS, STEPS_TO_SETTLE, PlanCache
+from delta_runtime.plan_cache import MOST_GRAPHS, SEARCH_EFFORT, STEPS_TO_SETTLE, PlanCache
 from delta_runtime.plan_trials import MOST_TRIALS, TRIAL_STEPS, WATCH_STEPS
 from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.bounds import bounds_of
@@ -601,3 +601,22 @@ def test_a_refusal_ends_with_the_budget_that_it_is_for(monkeypatch):
     assert len(asked) == 1
     learn(known, share=0.7)
     assert (known.plan is plan, known.refusal, len(asked)) == (True, None, 2)
+
+
+def test_looking_longer_begins_as_soon_as_there_is_time_for_it():
+    """The clock stands still: planning takes nothing, and there is one second for it, with 5 % of what is trained."""
+    planning = PlanningTime(clock=lambda: 0.0)
+    cache = PlanCache(plans=True, planning=planning)
+    graph = chain([8 * MIB] * 16, [0.3] * 16)
+    budget_bytes = int(0.6 * graph.peak_bytes)
+    for _ in range(CALIBRATION_STEPS + 1):
+        cache.learn(graph, budget_bytes)
+    search_s = joint_heuristic.search_seconds(SEARCH_EFFORT, cache.plan.predicted_seconds)
+    assert search_s > 1.0
+    assert not cache.settled
+    planning.trained((search_s - 1.0) / 0.05 - 0.1)
+    cache.learn(graph, budget_bytes)
+    assert not cache.settled
+    planning.trained(0.2)
+    cache.learn(graph, budget_bytes)
+    assert cache.settled

@@ -52,7 +52,9 @@ def add_parser(commands: Any) -> None:
         help="speed of the lanes, each way: 12GB; as recorded if not given",
     )
     parser.add_argument(
-        "--seed", action="store_true", help="have joint search from the plans of the others, too"
+        "--seed",
+        action="store_true",
+        help="have joint search from the plans of the others in the table, too",
     )
     parser.add_argument(
         "--merged", action="store_true", help="show what contraction and chain put together"
@@ -194,7 +196,7 @@ def _print(
 
 
 def _in_order(planners: Mapping[str, Planner], *, seeded: bool) -> dict[str, Planner]:
-    """Return the planners with joint last, where it starts from the plans of the others."""
+    """Return the planners with joint last, where it searches from the plans of the others."""
     return dict(sorted(planners.items(), key=lambda item: seeded and item[0] == "joint"))
 
 

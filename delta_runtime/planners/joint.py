@@ -38,9 +38,13 @@ def plan(
         graph: the recorded step.
         budget_bytes: what may be live at any moment.
         tiers: speed of the lanes; None where nothing may be copied.
-        effort: see `joint_heuristic.plan`; for when values are there it looks as long as it ever does.
+        effort: see `joint_heuristic.plan`; if it is more than 0, for when values are there it looks as long as it ever
+            does.
         seeds: plans of others for the same graph. When values are there is looked for from each that copies nothing,
             too; the result is the best plan of all, theirs included.
+
+    Raises:
+        InvalidPlan: a seed is no plan for this graph, or copies where there are no lanes.
     """
     begin = time.perf_counter()
     if graph.peak_bytes <= budget_bytes:
@@ -54,8 +58,8 @@ def plan(
             links=tiers,
             least_search=joint_heuristic.MOST_TO_SEARCH,
         )
-        plans = [own, *seeds, *_searched(seeds, graph, memory), Plan.moving_nothing(graph)]
-        found = [judged(each, graph, tiers) for each in plans]
+        found = [judged(each, graph, tiers) for each in (own, *seeds, Plan.moving_nothing(graph))]
+        found += [judged(each, graph, tiers) for each in _searched(seeds, graph, memory)]
         return min(found, key=lambda each: (max(each.verdict.peak_bytes - memory, 0), each.seconds))
 
     best = best_at(budget_bytes)

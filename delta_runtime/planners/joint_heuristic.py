@@ -45,11 +45,23 @@ MOST_EFFORT = 24_000_000
 MOST_TO_SEARCH = 72_000_000
 """Units of work for which is then looked when values are there, at the most."""
 _TO_SEARCH = 2_000_000  # at least, to look for when values are there, unless told otherwise
+_USUAL_WORK_PER_SECOND = 45_000_000  # with the extension
 _NOTICED = (
     0.99  # of the seconds of a plan that is carried out lazily: below that one as written is better
 )
 _MOST_IN_VAIN = 40  # attempts in a row that found nothing better
 _SLACK = 1.1  # a choice that takes so much longer than the best before `repair` ends is given up
+
+
+def search_seconds(effort: float, first_seconds: float) -> float:
+    """Return about how many seconds `plan` looks for a better choice than the first, on a core of a usual machine.
+
+    Args:
+        effort: see `plan`.
+        first_seconds: that the first choice rebuilds in a step.
+    """
+    work = effort * first_seconds * WORK_PER_SECOND
+    return (min(work, MOST_EFFORT) + min(work, MOST_TO_SEARCH)) / _USUAL_WORK_PER_SECOND
 
 
 def plan(

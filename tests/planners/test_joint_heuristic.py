@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +22,7 @@ from delta_runtime.planners.bounds import bounds_of
 from delta_runtime.planners.evaluate import Evaluator
 from delta_runtime.planners.greedy_drops import GreedyCover
 from delta_runtime.planners.repair import beyond_help
+from tests.support.recorded_steps import recorded
 from tests.support.step_graphs import chain
 
 MIB = 1024**2
@@ -223,3 +225,18 @@ def test_what_is_beyond_help_has_nothing_to_drop_around_it(instance, data):
     for op in range(graph.n_ops):
         spanning = (cover.begin <= op) & (cover.own_need > op) & cover.droppable
         assert beyond[op] == (not (spanning & ~(dropped & dropped_twice)).any())
+
+
+@pytest.mark.parametrize("name", ["resnet50", "gpt", "vit"])
+@pytest.mark.parametrize("share", [0.7, 0.35])
+def test_looking_for_a_better_choice_takes_about_as_long_as_is_thought(name, share):
+    """No more than three times as long on a core that others use, too; on a quicker one it takes less."""
+    import delta_runtime.extension  # noqa: F401  without it less is looked at, and more slowly
+
+    graph = recorded(name)
+    budget_bytes = int(graph.peak_bytes - (1 - share) * graph.activation_bytes)
+    first = joint_heuristic.plan(graph, budget_bytes)
+    thought_s = joint_heuristic.search_seconds(4.0, first.predicted_seconds)
+    begin_s = time.thread_time()
+    joint_heuristic.plan(graph, budget_bytes, effort=4.0)
+    assert time.thread_time() - begin_s < 3 * thought_s + 0.1
