@@ -305,12 +305,13 @@ def test_the_lowest_folders_of_csrc_know_nothing_of_those_above():
                 assert {other.split("/")[0] for other in others} <= set(allowed), (name, others)
 
 
-def test_the_planners_in_csrc_know_nothing_but_plain_numbers():
+@pytest.mark.parametrize("folder", ["planners", "walk"])
+def test_planners_and_walk_in_csrc_know_nothing_but_plain_numbers(folder):
     for uses in (_includes(), _calls()):
         for name, others in uses.items():
-            if name.startswith("planners/"):
-                assert {other.split("/")[0] for other in others} <= {"planners"}, (name, others)
-    for path in (CSRC / "planners").iterdir():
+            if name.startswith(f"{folder}/"):
+                assert {other.split("/")[0] for other in others} <= {folder}, (name, others)
+    for path in (CSRC / folder).iterdir():
         assert not re.search(
             r"include <(torch|ATen|c10|Python|pybind)", path.read_text(encoding="utf-8")
         ), path

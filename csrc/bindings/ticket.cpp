@@ -123,7 +123,7 @@ const char* place_of(const PyTicket& object) {
     case Residency::Dropped:
       return "dropped";
     case Residency::Swapped:
-      return session.tiers.all()[page.below.copy->tier].kind == Tier::Host ? "host" : "disk";
+      return session.tiers.all()[page.tier].kind == Tier::Host ? "host" : "disk";
     case Residency::SwappingIn:
       return "copying";
     case Residency::Lost:

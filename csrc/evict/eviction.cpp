@@ -6,15 +6,10 @@
 #include <chrono>
 
 #include "pool/cpu_pool.h"
+#include "walk/tuning.h"
+#include "walk/victims.h"
 
 namespace delta {
-namespace {
-
-constexpr int64_t kPumpIntervalTicks = 64;
-constexpr int64_t kRetryTicks = 256;        // before a page is looked at again that could not go
-constexpr int64_t kSlackBytes = 64 * 1024;  // allocator rounding of a handful of blocks
-
-}  // namespace
 
 Eviction::Eviction(SessionState& state, OutsideMemory& outside, DeviceEvidence& on_device,
                    Evidence& evidence, Recipes& recipes, PlanTable& plans, SwapTiers& tiers)
@@ -28,18 +23,19 @@ Eviction::Eviction(SessionState& state, OutsideMemory& outside, DeviceEvidence& 
 
 int64_t Eviction::look_ahead(int64_t need_bytes) {
   if (pump_ && !plans_.following() && !pumping_ && !thread_trash().locked &&
-      now_.tick - last_pump_tick_ >= kPumpIntervalTicks) {
+      now_.tick - last_pump_tick_ >= kTuning.ask_interval_ticks) {
     last_pump_tick_ = now_.tick;
     pumping_ = true;
     ++counters_.pumps;
     pump_(need_bytes);
     pumping_ = false;
   }
-  const int64_t room = account_.live_bytes() + need_bytes + kSlackBytes - account_.limit_bytes();
+  const int64_t room = short_by(account_.live_bytes(), need_bytes, account_.limit_bytes());
   if (room <= 0) {
     return 0;
   }
-  return std::max<int64_t>(0, room - kSlackBytes - make_room(room, /*inside_allocation=*/false));
+  return std::max<int64_t>(
+      0, room - kTuning.slack_bytes - make_room(room, /*inside_allocation=*/false));
 }
 
 bool Eviction::drop(Page& page) {
@@ -59,7 +55,7 @@ bool Eviction::drop(Page& page) {
   }
   auto* storage = page.strong.unsafeGetStorageImpl();
   if (page.current->anchor || page.was_moved(*storage) || !recipes_.anchor(*page.current)) {
-    page.retry_tick = now_.tick + kRetryTicks;
+    page.retry_tick = now_.tick + kTuning.retry_ticks;
     return false;
   }
   if (!evidence_.take(page, /*copied=*/false)) {
@@ -69,7 +65,7 @@ bool Eviction::drop(Page& page) {
                                                   : page.current->lies_in(*storage))) {
     page.went.hashed = false;
     page.retry_tick =
-        now_.tick + kRetryTicks;  // somebody wrote to it past the dispatcher: it stays
+        now_.tick + kTuning.retry_ticks;  // somebody wrote to it past the dispatcher: it stays
     outside_.set_unguarded(page);
     return false;
   }
@@ -80,8 +76,92 @@ bool Eviction::drop(Page& page) {
   return true;
 }
 
-// What is clean, and what may be dropped, goes in the order of the scores. Pages that have yet to
-// be copied come last: that is a wait, and without the lock.
+// What the walk decides, carried out on pages. Under the lock, which it lets go of to wait.
+class Eviction::Carrying final : public Carrier {
+ public:
+  Carrying(Eviction& eviction, Guard& guard, bool inside_allocation)
+      : eviction_(eviction),
+        guard_(guard),
+        inside_allocation_(inside_allocation),
+        bytes_before_(eviction.account_.live_bytes()) {}
+
+  void reap() override {
+    coming_.clear();
+    if (eviction_.tiers_.reap()) {
+      // What the transfers held is let go here: until then their pages are exposed.
+      guard_.unlock();
+      eviction_.on_device_.hash_returned();  // so are those
+      guard_.lock();
+    }
+  }
+
+  void offer(VictimQueue& victims) override {
+    const auto& candidates = eviction_.pages_.candidates();
+    victims.reserve(candidates.size());
+    for (Page* page : candidates) {
+      if (is_due(*page, eviction_.now_.tick, eviction_.options_.swap) && page->is_alone()) {
+        victims.offer(*page, eviction_.plans_.distance_of(*page));
+      }
+    }
+  }
+
+  int64_t freed_bytes() override { return bytes_before_ - eviction_.account_.live_bytes(); }
+
+  bool free_clean(Row& row) override {
+    Page& page = static_cast<Page&>(row);
+    const bool gone = eviction_.tiers_.free_clean(page);
+    eviction_.counters_.clean_evictions += gone && page.below.clean_at_once ? 1 : 0;
+    return counted(gone);
+  }
+
+  bool drop(Row& row) override { return counted(eviction_.drop(static_cast<Page&>(row))); }
+
+  bool comes_free(const Row& row) override {
+    return eviction_.on_device_.awaits_hash(static_cast<const Page&>(row));
+  }
+
+  bool is_refused(const Row& row) override {
+    return eviction_.tiers_.is_refused(static_cast<const Page&>(row));
+  }
+
+  bool write_back(Row& row) override {
+    Page& page = static_cast<Page&>(row);
+    if (!eviction_.tiers_.write_back(page)) {
+      return false;
+    }
+    page.below.clean_at_once = false;
+    coming_.push_back(page.below.copy->transfer);
+    return true;
+  }
+
+  bool look() override { return eviction_.on_device_.take_hashes(guard_); }
+
+  bool wait() override {
+    for (const auto& tier : eviction_.tiers_.all()) {
+      if (coming_.empty() && !tier.flying_in.empty()) {
+        coming_.push_back(tier.flying_in.front());
+      }
+    }
+    if (coming_.empty()) {
+      return false;
+    }
+    eviction_.wait_for(*coming_.front(), guard_);
+    return true;
+  }
+
+ private:
+  bool counted(bool gone) const {
+    eviction_.counters_.boundary_evictions += gone && !inside_allocation_ ? 1 : 0;
+    return gone;
+  }
+
+  Eviction& eviction_;
+  Guard& guard_;
+  bool inside_allocation_;
+  int64_t bytes_before_;
+  std::vector<TransferPtr> coming_;  // copies whose pages can go when they are done
+};
+
 int64_t Eviction::make_room(int64_t bytes, bool inside_allocation) {
   Guard guard(lock_, std::defer_lock);
   if (!inside_allocation) {
@@ -90,45 +170,18 @@ int64_t Eviction::make_room(int64_t bytes, bool inside_allocation) {
     return 0;
   }
   on_device_.begin_evictions();
-  const int64_t before = account_.live_bytes();
-  int64_t freed = 0;
-  size_t flying_in = 0;
+  size_t most_turns = 2 * pages_.candidates().size() + 8;
   for (const auto& tier : tiers_.all()) {
-    flying_in += tier.flying_in.size();
+    most_turns += tier.flying_in.size();
   }
-  // A wait frees at least one page, unless somebody writes to it at that very moment.
-  for (size_t turn = 0, most = 2 * pages_.candidates().size() + flying_in + 8; turn < most;
-       ++turn) {
-    if (tiers_.reap()) {
-      // What the transfers held is let go here: until then their pages are exposed.
-      guard.unlock();
-      on_device_.hash_returned();  // so are those
-      guard.lock();
-    }
-    Transfers coming;
-    freed = evict(bytes, before, inside_allocation, coming);
-    if (freed >= bytes) {
-      break;
-    }
-    if (on_device_.take_hashes(guard)) {
-      continue;
-    }
-    for (const auto& tier : tiers_.all()) {
-      if (coming.empty() && !tier.flying_in.empty()) {
-        coming.push_back(tier.flying_in.front());  // once it is there it can go again
-      }
-    }
-    if (coming.empty()) {
-      break;
-    }
-    wait_for(*coming.front(), guard);
-  }
+  Carrying carrying(*this, guard, inside_allocation);
+  int64_t freed = delta::make_room(bytes, options_.swap, most_turns, carrying);
   if (freed < bytes && !inside_allocation && pages_.has_anchors() &&
       now_.phase == Phase::Backward) {
     guard.unlock();
     pages_.forget_past();  // sources may be held for values that backward is done with
     guard.lock();
-    freed = before - account_.live_bytes();
+    freed = carrying.freed_bytes();
   }
   if (inside_allocation) {
     ++counters_.rescues;
@@ -171,86 +224,6 @@ void Eviction::note_shortfall(int64_t bytes) {
   }
   counters_.exposed_bytes = std::max(counters_.exposed_bytes, exposed);
   events_.emit(EventKind::Shortfall, nullptr, bytes, 0);
-}
-
-// One walk over the candidates. Returns what the allocator has got back since it held `before`
-// bytes; `coming` are copies whose pages can go when they are done.
-int64_t Eviction::evict(int64_t bytes, int64_t before, bool inside_allocation, Transfers& coming) {
-  struct Scored {
-    double score;
-    Page* page;
-  };
-  std::vector<Scored> order;
-  order.reserve(pages_.candidates().size());
-  for (Page* page : pages_.candidates()) {
-    if ((page->retry_tick > now_.tick && !options_.swap) || !page->is_alone()) {
-      continue;
-    }
-    order.push_back({page->weight / static_cast<double>(plans_.distance_of(*page)), page});
-  }
-  const auto later = [](const Scored& a, const Scored& b) {
-    return a.score != b.score ? a.score > b.score : a.page->id > b.page->id;
-  };
-  std::make_heap(order.begin(), order.end(), later);
-  int64_t freed = before - account_.live_bytes();
-  std::vector<Page*> dirty;
-  int64_t planned_bytes = 0;  // of `dirty`
-  int64_t coming_bytes = 0;
-  while (!order.empty() && freed + coming_bytes < bytes) {
-    std::pop_heap(order.begin(), order.end(), later);
-    Page* page = order.back().page;
-    order.pop_back();
-    bool gone = tiers_.free_clean(*page);
-    counters_.clean_evictions += gone && page->below.clean_at_once ? 1 : 0;
-    if (!gone && on_device_.awaits_hash(*page)) {
-      coming_bytes += page->bytes;
-      continue;
-    }
-    if (!gone && page->exit == Exit::Swap && options_.swap && !tiers_.is_refused(*page)) {
-      dirty.push_back(page);
-      planned_bytes += page->planned ? page->bytes : 0;
-      continue;
-    }
-    if (!gone && !page->planned && freed + planned_bytes >= bytes) {
-      break;  // what the plan wants to go is on its way
-    }
-    if (!gone) {
-      gone = drop(*page);
-      if (!gone && on_device_.awaits_hash(*page)) {
-        coming_bytes += page->bytes;
-        continue;
-      }
-      if (!gone && options_.swap && page->tickets > 0) {
-        dirty.push_back(page);
-      }
-    }
-    if (gone) {
-      freed = before - account_.live_bytes();
-      if (!inside_allocation) {
-        ++counters_.boundary_evictions;
-      }
-    }
-  }
-  return write_back(dirty, bytes, before, freed, coming_bytes, coming);
-}
-
-// Begins to copy what has no copy yet, until enough is coming. Returns what the allocator has got
-// back by then.
-int64_t Eviction::write_back(const std::vector<Page*>& dirty, int64_t bytes, int64_t before,
-                             int64_t freed, int64_t coming_bytes, Transfers& coming) {
-  for (Page* page : dirty) {
-    if (freed + coming_bytes >= bytes) {
-      break;
-    }
-    if (tiers_.write_back(*page)) {
-      page->below.clean_at_once = false;
-      coming_bytes += page->bytes;
-      coming.push_back(page->below.copy->transfer);
-    } else if (tiers_.is_refused(*page) && drop(*page)) {
-      freed = before - account_.live_bytes();
-    }
-  }
-  return freed;
 }
 
 }  // namespace delta

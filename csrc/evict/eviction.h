@@ -1,4 +1,4 @@
-// Eviction: the walk over the published weights, by itself, without Python and without the GIL.
+// Eviction: carries out what the walk (walk/victims.h) decides, without Python and without the GIL.
 //
 // Note: freeing inside an allocation
 //  1. Only raw data pointers are freed here: the StorageImpl stays as an empty shell, so that no
@@ -33,11 +33,8 @@ class Eviction : public Part {
   bool drop(Page& page);  // under the lock
 
  private:
-  using Transfers = std::vector<TransferPtr>;
+  class Carrying;
 
-  int64_t evict(int64_t bytes, int64_t before, bool inside_allocation, Transfers& coming);
-  int64_t write_back(const std::vector<Page*>& dirty, int64_t bytes, int64_t before, int64_t freed,
-                     int64_t coming_bytes, Transfers& coming);
   void wait_for(Transfer& transfer, Guard& guard);
   void note_shortfall(int64_t bytes);
 

@@ -10,11 +10,10 @@
 #include "util/errors.h"
 #include "util/signals.h"
 #include "util/streams.h"
+#include "walk/tuning.h"
 
 namespace delta {
 namespace {
-
-constexpr int64_t kSlackBytes = 64 * 1024;  // allocator rounding of a handful of blocks
 
 double now_s() { return seconds_of(std::chrono::steady_clock::now()); }
 
@@ -167,7 +166,7 @@ void SwapIn::tend_lanes(int64_t need_bytes) {
     tiers_.reap();
     tiers_.write_back_queued();
     wanted = tiers_.wanted_back(
-        budget > 0 ? budget - account_.live_bytes() - need_bytes - kSlackBytes : budget);
+        budget > 0 ? budget - account_.live_bytes() - need_bytes - kTuning.slack_bytes : budget);
   }
   int64_t begun = 0;
   for (auto& page : wanted) {

@@ -14,12 +14,6 @@
 namespace delta {
 namespace {
 
-constexpr int64_t kUnknownReturn = int64_t{1} << 60;
-constexpr double kHorizonSeconds = 0.03;     // of lane time that unplanned prefetches may take up
-constexpr int64_t kHorizonBytes = 16 << 20;  // the same, before the lane's speed is known
-constexpr double kEarlyWriteBack =
-    0.5;  // share of the budget from which unplanned pages are written
-
 // Lets go of both ends, when it has ended.
 void end_transfer(Transfer& transfer) {
   thread_trash().take(std::move(transfer.device));
@@ -125,34 +119,20 @@ void SwapTiers::stop() {
 
 void SwapTiers::queue_write_back(const Page& page) {
   if (!none()) {
-    to_write_.push_back(page.id);
+    to_write_.add(page);
   }
 }
 
-// Copies what was packed, in that order, as the plan says; without one, while the lane is idle and
-// half of the budget is used. What somebody else still holds waits for the next boundary.
 void SwapTiers::write_back_queued() {
-  constexpr size_t most_looked_at = 32;
-  const int64_t budget = options_.budget_bytes;
-  const bool early =
-      budget > 0 && now_.phase == Phase::Forward &&
-      static_cast<double>(account_.live_bytes()) > kEarlyWriteBack * static_cast<double>(budget);
   const bool idle = std::all_of(tiers_.begin(), tiers_.end(),
                                 [](const SwapTier& tier) { return tier.out->idle(); });
-  std::vector<int64_t> later;
-  for (size_t looked = 0; !to_write_.empty() && looked < most_looked_at; ++looked) {
-    Page* page = pages_.managed(to_write_.front());
-    const bool wanted = page != nullptr && page->exit == Exit::Swap && !page->below.copy &&
-                        (!plans_.following() || page->planned);
-    if (wanted && !plans_.following() && !(early && idle)) {
-      break;
-    }
-    to_write_.pop_front();
-    if (wanted && !write_back(*page)) {
-      later.push_back(page->id);
-    }
-  }
-  to_write_.insert(to_write_.end(), later.begin(), later.end());  // behind what can go now
+  const bool early = is_early(now_, account_.live_bytes(), options_.budget_bytes);
+  to_write_.go_on(plans_.following(), early && idle, *this);
+}
+
+Row* SwapTiers::find(int64_t id) {
+  Page* page = pages_.managed(id);
+  return page != nullptr && !page->below.copy ? page : nullptr;
 }
 
 bool SwapTiers::is_refused(const Page& page) const {
@@ -199,8 +179,8 @@ std::shared_ptr<Block> SwapTiers::room_for(int64_t bytes, size_t& place) {
       continue;
     }
     for (Page* other : pages_.candidates()) {  // what came back can do without its copy
-      if (other->below.copy && other->below.copy->tier == place &&
-          other->below.copy->transfer->ended() && other->frees > 0) {
+      if (other->below.copy && other->tier == place && other->below.copy->transfer->ended() &&
+          other->frees > 0) {
         forget_copy(*other);
       }
     }
@@ -236,7 +216,7 @@ bool SwapTiers::write_back(Page& page) {
   transfer->device = page.strong;
   transfer->block = block;
   page.below.copy = c10::make_intrusive<SwapCopy>();
-  page.below.copy->tier = place;
+  page.tier = place;
   page.below.copy->block = std::move(block);
   page.below.copy->transfer = transfer;
   page.below.copy->epoch = page.epoch;
@@ -265,9 +245,8 @@ bool SwapTiers::free_clean(Page& page) {
   ++counters_.swap_outs;
   counters_.swapped_out_bytes += page.bytes;
   events_.emit(EventKind::SwappedOut, &page, page.bytes, 0, now_.key_of(*page.current),
-               static_cast<int>(tiers_[page.below.copy->tier].kind));
-  page.below.order = return_order(page);
-  swapped_.emplace(page.below.order, page.id);
+               static_cast<int>(tiers_[page.tier].kind));
+  swapped_.add(page, plans_.next_use_of(page), now_, plans_.as_written());
   page.strong.unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(nullptr, options_.device));
   return true;
 }
@@ -315,74 +294,35 @@ bool SwapTiers::reap() {
 
 // ---------------------------------------------------------------- in
 
-// Whether the plan of this very step says when the page comes back. Evicted a second time, or in a
-// later step, it does not, unless the plan is carried out as written: then it said so when the page
-// left.
-bool SwapTiers::is_timed(const Page& page) const {
-  return page.below.prefetch_at >= now_.begin_tick && (page.frees <= 1 || plans_.as_written());
-}
-
 void SwapTiers::time_return(Page& page, int64_t tick) {
-  page.below.prefetch_at = tick;
-  if (page.residency() == Residency::Swapped) {
-    swapped_.erase({page.below.order, page.id});
-    page.below.order = return_order(page);
-    swapped_.emplace(page.below.order, page.id);
+  const bool swapped = page.residency() == Residency::Swapped;
+  if (swapped) {
+    swapped_.remove(page);
   }
-}
-
-// When a page is to come back, relative to others: by the plan, and of two that it has come back at
-// the same op, by their next use; else by its next use, else those that were saved last come first.
-ReturnOrder SwapTiers::return_order(Page& page) const {
-  const int64_t next = plans_.next_use_of(page);
-  const int64_t use = next >= 0 ? next : kUnknownReturn - page.packed_at;
-  return {is_timed(page) ? page.below.prefetch_at : use, use};
+  page.return_tick = tick;
+  if (swapped) {
+    swapped_.add(page, plans_.next_use_of(page), now_, plans_.as_written());
+  }
 }
 
 // What is to come back at this op boundary, while there is room for so much.
-std::vector<c10::intrusive_ptr<Page>> SwapTiers::wanted_back(int64_t room_bytes) {
-  std::vector<c10::intrusive_ptr<Page>> wanted;
-  c10::SmallVector<int64_t, 2> queued;
+SwapTiers::PagePtrs SwapTiers::wanted_back(int64_t room_bytes) {
+  std::vector<LaneLoad> lanes;
   for (const auto& tier : tiers_) {
-    queued.push_back(tier.in->queued_bytes());
+    lanes.push_back({tier.in->queued_bytes(), tier.in->seconds_for(1)});
   }
-  size_t busy = 0;  // a bit for each tier
-  for (const auto& [order, id] : swapped_) {
-    Page& page = *pages_.managed(id);
-    const size_t tier = page.below.copy->tier;
-    const bool as_written = plans_.as_written() && is_timed(page);
-    if ((now_.phase == Phase::Forward && !as_written) || busy + 1 == size_t{1} << tiers_.size()) {
-      break;
-    }
-    if ((busy >> tier & 1) != 0) {
-      continue;
-    }
-    if (is_timed(page)) {
-      if (now_.tick < page.below.prefetch_at) {
-        break;
-      }
-    } else {
-      const double seconds = tiers_[tier].in->seconds_for(queued[tier]);
-      if (seconds > 0 ? seconds > kHorizonSeconds : queued[tier] > kHorizonBytes) {
-        busy |= size_t{1} << tier;
-        continue;
-      }
-    }
-    if (page.bytes > room_bytes) {
-      break;
-    }
-    room_bytes -= page.bytes;
-    queued[tier] += page.bytes;
-    wanted.push_back(c10::intrusive_ptr<Page>::reclaim_copy(&page));
+  PagePtrs wanted;
+  for (Row* row : swapped_.due(now_, plans_.as_written(), room_bytes, std::move(lanes))) {
+    wanted.push_back(c10::intrusive_ptr<Page>::reclaim_copy(static_cast<Page*>(row)));
   }
   return wanted;
 }
 
-std::vector<c10::intrusive_ptr<Page>> SwapTiers::some_swapped(const std::function<bool()>& chosen) {
-  std::vector<c10::intrusive_ptr<Page>> some;
-  for (const auto& [order, id] : swapped_) {
+SwapTiers::PagePtrs SwapTiers::some_swapped(const std::function<bool()>& chosen) {
+  PagePtrs some;
+  for (Row* row : swapped_.all()) {
     if (chosen()) {
-      some.push_back(c10::intrusive_ptr<Page>::reclaim_copy(pages_.managed(id)));
+      some.push_back(c10::intrusive_ptr<Page>::reclaim_copy(static_cast<Page*>(row)));
     }
   }
   return some;
@@ -391,7 +331,7 @@ std::vector<c10::intrusive_ptr<Page>> SwapTiers::some_swapped(const std::functio
 // Queues the copy into a storage that the page has from here on.
 void SwapTiers::submit_in(Page& page, c10::Storage storage, const TransferPtr& transfer,
                           bool prefetch) {
-  SwapTier& tier = tiers_[page.below.copy->tier];
+  SwapTier& tier = tiers_[page.tier];
   transfer->memory = storage.mutable_data();
   transfer->bytes = page.bytes;
   transfer->key = page.current->key;
@@ -403,10 +343,10 @@ void SwapTiers::submit_in(Page& page, c10::Storage storage, const TransferPtr& t
   page.move_to(Residency::SwappingIn);
   page.below.prefetched = prefetch;
   page.below.incoming = transfer;
-  swapped_.erase({page.below.order, page.id});
+  swapped_.remove(page);
   if (plans_.as_written()) {  // one copy back for each time that it leaves
-    counters_.plan_actions += prefetch && is_timed(page) ? 1 : 0;
-    page.below.prefetch_at = -1;
+    counters_.plan_actions += prefetch && is_timed(page, now_, /*as_written=*/true) ? 1 : 0;
+    page.return_tick = -1;
   }
   levels_.swapped_now_bytes -= page.bytes;
   levels_.swapping_in_bytes += page.bytes;
@@ -465,7 +405,7 @@ void SwapTiers::fail_in(Page& page, bool differs) {
 void SwapTiers::release(Page& page) {
   if (page.residency() == Residency::Swapped) {
     levels_.swapped_now_bytes -= page.bytes;
-    swapped_.erase({page.below.order, page.id});
+    swapped_.remove(page);
   } else if (page.residency() == Residency::SwappingIn) {
     levels_.swapping_in_bytes -= page.bytes;
     page.below.incoming.reset();

@@ -20,7 +20,6 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <set>
 #include <utility>
 #include <vector>
 
@@ -28,6 +27,7 @@
 #include "state/plan_table.h"
 #include "tiers/host_memory.h"
 #include "tiers/lanes.h"
+#include "walk/lane_schedule.h"
 
 namespace delta {
 
@@ -42,8 +42,10 @@ struct SwapTier {
 };
 
 // Under the session's lock, but for the constructor, `grow`, and `stop`.
-class SwapTiers : public Part {
+class SwapTiers : public Part, private Writer {
  public:
+  using PagePtrs = std::vector<c10::intrusive_ptr<Page>>;
+
   SwapTiers(SessionState& state, Evidence& evidence, Recipes& recipes, PlanTable& plans);
   ~SwapTiers() { stop(); }
 
@@ -63,8 +65,8 @@ class SwapTiers : public Part {
   void forget_copy(Page& page);
 
   // In.
-  std::vector<c10::intrusive_ptr<Page>> wanted_back(int64_t room_bytes);  // by now
-  std::vector<c10::intrusive_ptr<Page>> some_swapped(const std::function<bool()>& chosen);
+  PagePtrs wanted_back(int64_t room_bytes);  // by now
+  PagePtrs some_swapped(const std::function<bool()>& chosen);
   void submit_in(Page& page, c10::Storage storage, const TransferPtr& transfer, bool prefetch);
   void finish_in(Page& page);
   void time_return(Page& page, int64_t tick);  // it is to come back then; -1: nobody says when
@@ -85,16 +87,16 @@ class SwapTiers : public Part {
   bool can_write_back(const Page& page) const;
   bool copy_is_good(const Page& page) const;
   void fail_in(Page& page, bool differs);
-  bool is_timed(const Page& page) const;
-  ReturnOrder return_order(Page& page) const;
+  Row* find(int64_t id) override;
+  bool write_back(Row& row) override { return write_back(static_cast<Page&>(row)); }
   void trace(const Transfer& transfer, TraceKind kind);
 
   Evidence& evidence_;
   Recipes& recipes_;
   PlanTable& plans_;
-  std::vector<SwapTier> tiers_;   // nearest first
-  std::deque<int64_t> to_write_;  // pages packed and not written back yet, by id
-  std::set<std::pair<ReturnOrder, int64_t>> swapped_;  // (order of return, page id)
+  std::vector<SwapTier> tiers_;  // nearest first
+  WriteBacks to_write_;
+  Returns swapped_;
 };
 
 }  // namespace delta

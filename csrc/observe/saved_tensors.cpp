@@ -187,7 +187,7 @@ void SavedTensors::manage(Page& page, const at::Tensor& t) {
   page.below.refused_at = -1;
   page.below.clean_at_once = true;
   page.below.prefetched = false;
-  page.below.prefetch_at = -1;
+  page.return_tick = -1;
   page.exit = plans_.default_exit(page, tiers_.none() ? 0 : tiers_.seconds_in_for(page.bytes));
   page.planned = false;
   counters_.packed_bytes += page.bytes;

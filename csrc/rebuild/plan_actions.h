@@ -36,10 +36,11 @@
 #include <vector>
 
 #include "rebuild/replay.h"
+#include "walk/written_plan.h"
 
 namespace delta {
 
-class PlanActions : public Part {
+class PlanActions : public Part, private Mover {
  public:
   PlanActions(SessionState& state, DeviceEvidence& on_device, PlanTable& plans, SwapTiers& tiers,
               Eviction& eviction, SwapIn& swap_in, Replay& replay)
@@ -62,11 +63,21 @@ class PlanActions : public Part {
 
   void keep_up();
   PagePtr next_to_come();
-  void enter(int64_t interval);
   bool bring(Page& page);
   bool rebuild(Page& page);
-  bool leave(int64_t interval);
-  bool free_or_copy(Page& page);
+
+  Row* row_of(int64_t value) override { return plans_.page_of(value); }
+  Place place_of(const Row& row) override;
+  bool has_copy(const Row& row) override { return static_cast<const Page&>(row).below.copy; }
+  void enter(Row& row) override { plans_.enter_interval(static_cast<Page&>(row)); }
+  void queue_write_back(Row& row) override { tiers_.queue_write_back(static_cast<Page&>(row)); }
+  void time_return(Row& row, int64_t tick) override {
+    tiers_.time_return(static_cast<Page&>(row), tick);
+  }
+  bool drop(Row& row) override { return eviction_.drop(static_cast<Page&>(row)); }
+  bool free_or_copy(Row& row) override;
+  void note_overdue() override { ++counters_.plan_overdue; }
+  void note_left() override;
 
   DeviceEvidence& on_device_;
   PlanTable& plans_;
@@ -75,11 +86,8 @@ class PlanActions : public Part {
   SwapIn& swap_in_;
   Replay& replay_;
 
-  uint64_t generation_ = 0;        // of the plan that the rest is about
-  size_t next_begin_ = 0;          // into Plan::by_begin
-  size_t next_end_ = 0;            // into Plan::by_end
-  std::vector<int64_t> now_in_;    // the interval that each value has come to
-  std::vector<int64_t> to_leave_;  // intervals that have ended with their value still there
+  uint64_t generation_ = 0;  // of the plan that the schedule is of
+  WrittenPlan schedule_;
 };
 
 }  // namespace delta

@@ -9,9 +9,6 @@
 
 namespace delta {
 
-enum class Distance : int32_t { None = 0, Staleness = 1, NextUse = 2 };
-// Weight of a page that no policy has seen yet.
-enum class DefaultWeight : int32_t { SecondsPerByte = 0, PerByte = 1, One = 2 };
 enum class Stress : int32_t { None = 0, DropAll = 1, Random = 2, SwapAll = 3, RandomMix = 4 };
 enum class Verify : int32_t { Off = 0, First = 1, Always = 2 };
 

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
+#include "walk/follow.h"
+
 namespace delta {
 namespace {
-
-constexpr double kPlannedWeight = 1e-4;  // of what a plan moves, to that of all else: it goes first
 
 bool fits(const Plan& plan, int64_t key, const Value& value) {
   return key >= 0 && key < static_cast<int64_t>(plan.fingerprint.size()) &&
@@ -69,34 +69,10 @@ bool PlanTable::attach(Page& page) {
 }
 
 void PlanTable::follow(Page& page) {
-  const auto row = static_cast<size_t>(page.current->key);
-  if (plan_->as_written) {
-    follow_as_written(page, row);
-    return;
-  }
-  const int64_t exit = plan_->exit_of(row);
-  page.planned = exit != kStays;
-  if (page.planned) {
-    page.exit = static_cast<Exit>(exit);
-  }
-  const bool goes = page.rebuilt ? plan_->dropped_twice[row] != 0 : page.planned;
-  page.weight = plan_->weight[row] * (goes ? kPlannedWeight : 1);
-  const int64_t at = plan_->copy_back_of(row);
-  page.below.prefetch_at = at == kNever ? -1 : at + now_.begin_tick;
-}
-
-// Its weight and its way out are of use where room is short all the same.
-void PlanTable::follow_as_written(Page& page, size_t row) {
-  const int64_t interval = plan_->interval_at(row, position());
-  const int64_t exit = interval < 0 ? kStays : plan_->exit[static_cast<size_t>(interval)];
-  page.planned = exit != kStays;
-  if (page.planned) {
-    page.exit = static_cast<Exit>(exit);
-  }
-  page.weight = plan_->weight[row] * (page.planned ? kPlannedWeight : 1);
-  page.below.prefetch_at = -1;  // until it leaves
+  const auto value = static_cast<size_t>(page.current->key);
+  delta::follow(*plan_, value, now_, page);
   if (as_written()) {
-    page_of_[row] = page.id;
+    page_of_[value] = page.id;
   }
 }
 
@@ -118,25 +94,14 @@ void PlanTable::note_asked(const Page& page) {
   }
 }
 
-// How a page leaves while no policy has said so: the way that takes less time.
 Exit PlanTable::default_exit(const Page& page, double seconds_in) const {
-  if (!options_.swap || !options_.drop) {
-    return options_.swap ? Exit::Swap : Exit::Drop;
-  }
   const double again_s = page.current->producer ? page.current->producer->seconds : 1;
-  return again_s < seconds_in ? Exit::Drop : Exit::Swap;
+  return delta::default_exit(options_.drop, options_.swap, again_s, seconds_in);
 }
 
 double PlanTable::default_weight(const Page& page) const {
-  const double bytes = static_cast<double>(std::max<int64_t>(1, page.bytes));
-  switch (default_weight_) {
-    case DefaultWeight::One:
-      return 1;
-    case DefaultWeight::PerByte:
-      return 1 / bytes;
-    default:
-      return (page.current->producer ? page.current->producer->seconds : 1) / bytes;
-  }
+  const double again_s = page.current->producer ? page.current->producer->seconds : 1;
+  return delta::default_weight(default_weight_, page.bytes, again_s);
 }
 
 int64_t PlanTable::next_use_of(Page& page) const {
@@ -144,35 +109,12 @@ int64_t PlanTable::next_use_of(Page& page) const {
   if (plan_ == nullptr || !fits(*plan_, key, *page.current)) {
     return -1;
   }
-  const int64_t begin = plan_->use_offsets[static_cast<size_t>(key)];
-  const int64_t end = plan_->use_offsets[static_cast<size_t>(key) + 1];
-  const int64_t position = now_.tick - now_.begin_tick;
-  while (begin + page.next_use_cursor < end &&
-         plan_->uses[static_cast<size_t>(begin + page.next_use_cursor)] < position) {
-    ++page.next_use_cursor;
-  }
-  if (begin + page.next_use_cursor >= end) {
-    return -1;
-  }
-  return plan_->uses[static_cast<size_t>(begin + page.next_use_cursor)] + now_.begin_tick;
+  return next_use(*plan_, static_cast<size_t>(key), now_, page);
 }
 
 int64_t PlanTable::distance_of(Page& page) const {
-  constexpr int64_t done = 1 << 20;
-  int64_t distance = 1;
-  if (distance_ == Distance::Staleness) {
-    distance = now_.tick - page.last_use;
-  } else if (distance_ == Distance::NextUse) {
-    const int64_t next = next_use_of(page);
-    if (next >= 0) {
-      distance = next - now_.tick;
-    } else if (now_.phase == Phase::Forward) {
-      distance = now_.tick - page.packed_at;
-    } else {
-      distance = page.packed_at <= now_.frontier ? now_.frontier - page.packed_at : done;
-    }
-  }
-  return std::max<int64_t>(1, distance);
+  const int64_t next = distance_ == Distance::NextUse ? next_use_of(page) : -1;
+  return distance(distance_, next, now_, page);
 }
 
 void PlanTable::publish(const std::vector<int64_t>& ids, const std::vector<double>& weights,

@@ -6,8 +6,9 @@
 #include <memory>
 #include <vector>
 
-#include "state/plan.h"
 #include "state/session_state.h"
+#include "walk/plan.h"
+#include "walk/row.h"
 
 namespace delta {
 
@@ -29,7 +30,7 @@ class PlanTable : public Part {
   // Of a plan that is carried out as written.
   const Plan& plan() const { return *plan_; }
   uint64_t generation() const { return generation_; }  // another with each change of plan
-  int64_t position() const { return now_.tick - now_.begin_tick; }
+  int64_t position() const { return now_.position(); }
   Page* page_of(int64_t value);                      // that holds this value now; null: none does
   void enter_interval(Page& page) { follow(page); }  // that has begun last
   // Whether what was rebuilt on the way stays; see the Note in rebuild/plan_actions.h.
@@ -42,10 +43,7 @@ class PlanTable : public Part {
   void set_distance(Distance which) { distance_ = which; }
   double default_weight(const Page& page) const;
   Exit default_exit(const Page& page, double seconds_in) const;
-  // How far away the next use of a page is, in ticks, as far as the policy wants to know. Where no
-  // plan tells: backward asks in the order opposite to that in which forward saved, so from the
-  // page that was asked for last, those saved long before it are far, and those saved after it are
-  // done.
+  // How far away the next use of a page is, in ticks, as far as the policy wants to know.
   int64_t distance_of(Page& page) const;
   void publish(const std::vector<int64_t>& ids, const std::vector<double>& weights,
                const std::vector<int8_t>& exits);
@@ -54,7 +52,6 @@ class PlanTable : public Part {
   void choose(const Plan* plan);
   void miss();
   void follow(Page& page);
-  void follow_as_written(Page& page, size_t row);
 
   std::vector<std::shared_ptr<const Plan>> plans_;
   const Plan* plan_ = nullptr;  // that this step follows

@@ -4,30 +4,24 @@
 #include <cstdint>
 
 #include "state/values.h"
+#include "walk/row.h"
 
 namespace delta {
 
-enum class Phase : int32_t { Forward = 0, Backward = 1 };
-
-struct Progress {
-  int64_t tick = 0;  // ops so far
+struct Progress : Moment {
   int64_t step = 0;
 
   // Of the step.
-  int64_t begin_tick = 0;
   int64_t next_key = 0;
   uint64_t fingerprint = 0;  // so far
   uint64_t saves = 0;        // what was saved since that was made
   uint64_t sequence = 0;     // as the fingerprint, but of the ops' names alone
-  Phase phase = Phase::Forward;
   bool graph_gone = false;   // a backward let its graph go: the step is over behind it
   int32_t backwards = 0;     // that kept theirs
   int64_t packs_before = 0;  // of the session
   int64_t unpacks_before = 0;
   int64_t cloned_bytes = 0;  // of sources that were copied before they were written
   bool hopeless = false;     // even a rebuild from scratch had to pass the budget
-
-  int64_t frontier = 0;  // tick at which the page that was unpacked last had been packed
 
   // Position in this step's order of produced values; -1: no op of this step made it. Values of an
   // earlier step have keys of that step, which are those of other values now.

@@ -34,6 +34,7 @@
 #include "tiers/lanes.h"
 #include "util/hash.h"
 #include "util/pooled.h"
+#include "walk/row.h"
 
 namespace delta {
 
@@ -196,18 +197,12 @@ enum class Residency : uint8_t {
   Lost,        // its copy could not be read, and it has no recipe
 };
 
-// How a page leaves device memory.
-enum class Exit : int8_t { Drop = 0, Swap = 1 };
-
 // The bytes of a page in a tier below the device, or on the way there.
 struct SwapCopy : c10::intrusive_ptr_target {
-  size_t tier = 0;  // index into the session's tiers, nearest first
   std::shared_ptr<Block> block;
   TransferPtr transfer;
   uint64_t epoch = 0;  // the page's, when the copy began
 };
-
-using ReturnOrder = std::pair<int64_t, int64_t>;  // ticks: of the copy back, of the next use
 
 // Memory that others than ops can write to.
 struct Outside {
@@ -243,21 +238,17 @@ struct Below {
   c10::intrusive_ptr<SwapCopy> copy;
   bool clean_at_once = true;  // nobody had to wait for the copy
   int64_t refused_at = -1;    // SwapTiers::returns() when no tier had room for it
-  int64_t prefetch_at = -1;   // tick at which it is to come back; -1: not planned
-  ReturnOrder order;          // its place among those that are swapped out
   bool fetching = false;      // somebody makes room for it
   bool prefetched = false;    // brought back before it was asked for, and not used since
   TransferPtr incoming;       // while SwappingIn
   TransferPtr arrival;        // that brought it back, while only streams know when it is over
 };
 
-struct Page : c10::intrusive_ptr_target, Pooled<Page> {
-  int64_t id = -1;  // of a managed page
+// Its row says whether it leaves, and how; of a page without tickets it says nothing but `bytes`.
+struct Page : c10::intrusive_ptr_target, Pooled<Page>, Row {
   c10::weak_intrusive_ptr<c10::StorageImpl> weak;
   c10::Storage strong;  // while tickets > 0; an empty shell while dropped
   c10::intrusive_ptr<Value> current;
-  int64_t bytes = 0;
-  int32_t tickets = 0;
   Versions versions;
   const void* data = nullptr;        // where its bytes lay when its content was last looked at
   uint64_t epoch = 0;                // moves on with each new content
@@ -267,17 +258,7 @@ struct Page : c10::intrusive_ptr_target, Pooled<Page> {
   bool many_streams = false;         // it was used on others too
   Outside outside;
   Doubts doubts;
-  // Whether it leaves, and how.
   int32_t candidate = -1;  // index in the session's list of resident managed pages
-  double weight = 0;       // smallest goes first
-  Exit exit = Exit::Drop;  // by the policy
-  bool planned = false;    // to leave, by the plan
-  int64_t packed_at = 0;   // tick of the first save
-  int64_t last_use = 0;    // tick
-  int64_t retry_tick = 0;  // not a candidate before
-  int32_t next_use_cursor = 0;
-  int32_t frees = 0;     // times that its device copy went, and the one below stayed
-  bool rebuilt = false;  // it is there since ops were run again
   Went went;
   Below below;
 

@@ -1,7 +1,7 @@
 """Hands the plans of known steps to the session, which carries them out.
 
 Covers the form that crosses to the extension. Does not cover which plan is handed over (plan_cache), nor how it is
-carried out (csrc/state/plan.h).
+carried out (csrc/walk/plan.h).
 """
 
 from __future__ import annotations

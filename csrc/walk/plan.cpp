@@ -1,21 +1,31 @@
-#include "state/plan.h"
-
-#include <c10/util/Exception.h>
+#include "walk/plan.h"
 
 #include <algorithm>
+#include <sstream>
+#include <stdexcept>
 
-#include "state/values.h"
+#include "walk/row.h"
 
 namespace delta {
 namespace {
 
+template <class... Parts>
+void require(bool holds, const Parts&... parts) {
+  if (holds) {
+    return;
+  }
+  std::ostringstream text;
+  (text << ... << parts);
+  throw std::invalid_argument(text.str());
+}
+
 void check_offsets(const std::vector<int64_t>& offsets, size_t values, size_t rows,
                    const char* name) {
-  TORCH_CHECK_VALUE(offsets.size() == values + 1 && offsets.front() == 0 &&
-                        offsets.back() == static_cast<int64_t>(rows),
-                    "a plan's ", name, " do not fit its values");
+  require(offsets.size() == values + 1 && offsets.front() == 0 &&
+              offsets.back() == static_cast<int64_t>(rows),
+          "a plan's ", name, " do not fit its values");
   for (size_t i = 0; i < values; ++i) {
-    TORCH_CHECK_VALUE(offsets[i] <= offsets[i + 1], "a plan's ", name, " go down at value ", i);
+    require(offsets[i] <= offsets[i + 1], "a plan's ", name, " go down at value ", i);
   }
 }
 
@@ -23,19 +33,19 @@ void check_offsets(const std::vector<int64_t>& offsets, size_t values, size_t ro
 
 void Plan::check() const {
   const size_t values = fingerprint.size();
-  TORCH_CHECK_VALUE(weight.size() == values, "a plan has ", weight.size(), " weights for ", values,
-                    " values");
+  require(weight.size() == values, "a plan has ", weight.size(), " weights for ", values,
+          " values");
   check_offsets(use_offsets, values, uses.size(), "uses");
   check_offsets(interval_offsets, values, exit.size(), "intervals");
-  TORCH_CHECK_VALUE(begin.size() == exit.size() && end.size() == exit.size() &&
-                        copy_back_at.size() == exit.size() && dropped_twice.size() == values,
-                    "a plan's columns have different lengths");
+  require(begin.size() == exit.size() && end.size() == exit.size() &&
+              copy_back_at.size() == exit.size() && dropped_twice.size() == values,
+          "a plan's columns have different lengths");
   for (size_t value = 0; value < values; ++value) {
     for (int64_t i = interval_offsets[value]; i < interval_offsets[value + 1]; ++i) {
       const int64_t way = exit[static_cast<size_t>(i)];
       const bool known = way == kStays || way == static_cast<int64_t>(Exit::Drop) ||
                          way == static_cast<int64_t>(Exit::Swap);
-      TORCH_CHECK_VALUE(known, "a plan has the exit ", way, " for value ", value);
+      require(known, "a plan has the exit ", way, " for value ", value);
     }
     if (as_written) {
       check_as_written(value);
@@ -47,12 +57,12 @@ void Plan::check() const {
 
 void Plan::check_once(std::size_t key) const {
   const int64_t count = interval_offsets[key + 1] - interval_offsets[key];
-  TORCH_CHECK_VALUE(count <= 2, "a plan moves value ", key, " out of device memory ", count - 1,
-                    " times; a plan that is not carried out as written moves each value once");
+  require(count <= 2, "a plan moves value ", key, " out of device memory ", count - 1,
+          " times; a plan that is not carried out as written moves each value once");
   const bool again = count == 2 && exit[static_cast<size_t>(interval_offsets[key]) + 1] != kStays;
-  TORCH_CHECK_VALUE(!again, "a plan moves value ", key,
-                    " once more after it came back; a plan that is not carried out as written "
-                    "moves each value once");
+  require(!again, "a plan moves value ", key,
+          " once more after it came back; a plan that is not carried out as written "
+          "moves each value once");
 }
 
 void Plan::check_as_written(std::size_t key) const {
@@ -60,16 +70,16 @@ void Plan::check_as_written(std::size_t key) const {
   for (int64_t i = interval_offsets[key]; i < interval_offsets[key + 1]; ++i) {
     const auto row = static_cast<size_t>(i);
     const bool last = i + 1 == interval_offsets[key + 1];
-    TORCH_CHECK_VALUE(before <= begin[row] && begin[row] <= end[row], "a plan has the interval [",
-                      begin[row], ", ", end[row], ") of value ", key, " out of order");
-    TORCH_CHECK_VALUE(last || exit[row] != kStays, "a plan has a gap of value ", key,
-                      " behind tick ", end[row], " without a way out");
+    require(before <= begin[row] && begin[row] <= end[row], "a plan has the interval [", begin[row],
+            ", ", end[row], ") of value ", key, " out of order");
+    require(last || exit[row] != kStays, "a plan has a gap of value ", key, " behind tick ",
+            end[row], " without a way out");
     const bool copied = !last && exit[row] == static_cast<int64_t>(Exit::Swap);
     const bool in_gap =
         copied && end[row] <= copy_back_at[row] && copy_back_at[row] <= begin[row + 1];
-    TORCH_CHECK_VALUE(copied ? in_gap : copy_back_at[row] == kNever, "a plan copies value ", key,
-                      " back at tick ", copy_back_at[row], ", outside of the gap behind tick ",
-                      end[row], " that a copy crosses");
+    require(copied ? in_gap : copy_back_at[row] == kNever, "a plan copies value ", key,
+            " back at tick ", copy_back_at[row], ", outside of the gap behind tick ", end[row],
+            " that a copy crosses");
     before = end[row];
   }
 }
