@@ -117,6 +117,15 @@ def record(state: TrainState) -> delta.StepGraph:
     return graph
 
 
+def settle(state: TrainState, runtime: delta.Runtime) -> None:
+    """Train until the plan is final, or its planner has none."""
+    for index in range(_MOST_STEPS):
+        if index > CALIBRATION_STEPS and (runtime.settled or runtime.steps.plans.refusal):
+            break
+        train_step(state, state.batch(index), runtime)
+        runtime.wait_for_plan()
+
+
 def timed(
     state: TrainState,
     index: int,
@@ -148,11 +157,7 @@ def run(state: TrainState, row: Row, rounds: int) -> Row:
     runtime = delta.Runtime(budget=row.budget_bytes, policy=row.planner, device="cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for index in range(_MOST_STEPS):
-            if index > CALIBRATION_STEPS and (runtime.settled or runtime.steps.plans.refusal):
-                break
-            train_step(state, state.batch(index), runtime)
-            runtime.wait_for_plan()
+        settle(state, runtime)
     refusal = runtime.steps.plans.refusal
     if refusal is not None:
         runtime.close()

@@ -206,6 +206,7 @@ class Shielded:
 
 cpu_pool: ModuleType  # delta_runtime/cpu_pool.py has its functions
 planners: ModuleType  # Cover, Evaluation, PresenceSearch and RerunColumns, of csrc/planners
+simulate: ModuleType  # StepColumns, Plan, VirtualStep and Totals, of csrc/simulate
 
 def place_of(ticket: Any) -> str: ...
 def asked_to_stop() -> bool: ...

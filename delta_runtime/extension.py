@@ -32,7 +32,7 @@ except ImportError as error:  # pragma: no cover - the build is broken
 _C.set_error_types(InplaceModification, RecomputeMismatch, SwapFailed)
 _C.set_main_thread(threading.main_thread().ident)
 ask_with(_C.asked_to_stop)
-compiled.offer(_C.planners)
+compiled.offer(_C.planners, _C.simulate)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -13,6 +13,7 @@
 #include "bindings/errors.h"
 #include "bindings/planners.h"
 #include "bindings/session.h"
+#include "bindings/simulate.h"
 #include "bindings/ticket.h"
 #include "observe/data_setter.h"
 #include "observe/observer.h"
@@ -194,6 +195,7 @@ PYBIND11_MODULE(_C, m) {
   delta::bind_session(m);
   delta::bind_plan(m);
   delta::bind_planners(m);
+  delta::bind_simulate(m);
   delta::bind_ticket(m);
   delta::bind_errors(m);
   if (!delta::bind_signals(m.ptr())) {

@@ -1,12 +1,11 @@
 #include "bindings/planners.h"
 
-#include <pybind11/numpy.h>
-
 #include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "bindings/columns.h"
 #include "planners/cover.h"
 #include "planners/evaluation.h"
 #include "planners/presence_search.h"
@@ -14,22 +13,6 @@
 
 namespace delta {
 namespace {
-
-template <typename T>
-using Column = py::array_t<T, py::array::c_style | py::array::forcecast>;
-using Ints = Column<int64_t>;
-using Floats = Column<double>;
-using Mask = Column<bool>;
-
-template <typename T>
-std::vector<T> copied(const Column<T>& column) {
-  return {column.data(), column.data() + column.size()};
-}
-
-template <typename T>
-py::array_t<T> given(const std::vector<T>& column) {
-  return py::array_t<T>(static_cast<py::ssize_t>(column.size()), column.data());
-}
 
 const uint8_t* bytes_of(const Mask& mask, int64_t count) {
   planners::check_count(static_cast<size_t>(mask.size()), count);

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from delta_runtime.cli import PROGRAM, doctor, plan, record, run
+from delta_runtime.cli import PROGRAM, doctor, plan, record, run, simulate
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_parser(commands)
     record.add_parser(commands)
     plan.add_parser(commands)
+    simulate.add_parser(commands)
     options = parser.parse_args(arguments)
     if options.command == "doctor":
         return doctor.doctor()
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         problem = run.run(options, target)
     elif options.command == "record":
         problem = record.record(options, target)
+    elif options.command == "simulate":
+        problem = simulate.simulate(options)
     else:
         problem = plan.plan(options)
     if problem:

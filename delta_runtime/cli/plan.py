@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from delta_runtime.cli import PROGRAM
+from delta_runtime.cli.recorded import (
+    add_step_options,
+    budget_of,
+    links_of,
+    load_extension,
+    read_graph,
+)
 from delta_runtime.core.errors import DeltaError, UsageError
-from delta_runtime.core.units import format_bytes, format_seconds, parse_budget, parse_bytes
+from delta_runtime.core.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # numpy is imported where it is needed: the other verbs work without it
     from delta_runtime.core.step_graph import StepGraph
@@ -36,20 +42,12 @@ def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "plan", help="show what the planners make of a recorded step", allow_abbrev=False
     )
-    parser.add_argument("graph", help="a file that `record` wrote")
-    parser.add_argument(
-        "--budget", metavar="X", required=True, help="10GiB, or a share of the step's peak: 50%%"
-    )
+    add_step_options(parser)
     parser.add_argument(
         "--planners",
         metavar="A,B",
         default="all",
         help="all, or some of: keep, drop_all, recompute, swap, joint, rotor, checkmate, min_peak, min_peak_a, chen",
-    )
-    parser.add_argument(
-        "--link-bytes-per-s",
-        metavar="X",
-        help="speed of the lanes, each way: 12GB; as recorded if not given",
     )
     parser.add_argument(
         "--seed",
@@ -85,45 +83,19 @@ def plan(options: argparse.Namespace) -> str:
         What is wrong with the call; "" when the table is printed.
     """
     try:
-        graph = _read(Path(options.graph))
-        budget_bytes = _budget_bytes(options.budget, graph)
+        graph = read_graph(Path(options.graph))
+        budget_bytes = budget_of(options.budget, graph)
         chosen = _chosen(options.planners)
-        links = _links(options.link_bytes_per_s, graph)
+        links = links_of(options.link_bytes_per_s, graph)
     except DeltaError as error:
         return f"{PROGRAM} plan: {error}\n"
-    _load_extension()
+    load_extension()
     _print(graph, budget_bytes, chosen, links, options.bound_seconds, seeded=options.seed)
     if options.merged:
         _print_merged(graph)
     if options.plot:
         return _plot(graph, chosen, links, Path(options.plot))
     return ""
-
-
-def _load_extension() -> None:
-    """Let planners run their inner loops in C++, where that is installed; Python finds the same, more slowly."""
-    with contextlib.suppress(ImportError):
-        importlib.import_module("delta_runtime.extension")
-
-
-def _read(path: Path) -> StepGraph:
-    from delta_runtime.core.step_graph import StepGraph
-
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{str(path)!r} cannot be read.", found=str(error)) from error
-    return StepGraph.from_json(text)
-
-
-def _budget_bytes(spec: str, graph: StepGraph) -> int:
-    """Read bytes, of which there may be more than the step takes, or a share of its peak."""
-    budget_bytes = parse_budget(spec) or parse_budget(spec, graph.peak_bytes)
-    if budget_bytes is None:
-        raise UsageError(
-            "--budget auto needs a device.", change="Give bytes, or a share of the peak."
-        )
-    return budget_bytes
 
 
 def _chosen(names: str) -> dict[str, Planner]:
@@ -138,18 +110,6 @@ def _chosen(names: str) -> dict[str, Planner]:
             change=f"Choose among {', '.join(PLANNERS)}.",
         )
     return {name: PLANNERS[name] for name in wanted}
-
-
-def _links(asked: str | None, graph: StepGraph) -> Links | None:
-    from delta_runtime.core.transfer import Links
-
-    if asked is not None:
-        speed = float(parse_bytes(asked, allow_zero=False, name="--link-bytes-per-s"))
-        return Links(speed, speed)
-    on = graph.recorded_on
-    if on is None or not (on.out_bytes_per_s > 0 and on.in_bytes_per_s > 0):
-        return None
-    return Links(on.out_bytes_per_s, on.in_bytes_per_s)
 
 
 def _print(

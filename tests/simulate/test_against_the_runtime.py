@@ -1,0 +1,66 @@
+"""The simulator does what the runtime does: the same values leave at the same ops, by the same way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import delta_runtime as delta
+from benchmarks.common import BENCH_WORKLOADS, SEED, measure, train_step
+from benchmarks.planned import settle
+from benchmarks.simulated import listening
+from delta_runtime import cpu_pool
+from delta_runtime.core.events import EventKind
+from delta_runtime.core.transfer import Links
+from delta_runtime.simulate.virtual_step import VirtualStep
+
+DROP, FREE = 4, 5  # LogKind in csrc/simulate/virtual_step.h
+LINK_BYTES_PER_S = 2e9
+
+
+@pytest.fixture(autouse=True)
+def pool() -> None:
+    """Have the CPU pool count, as the runtime does when it is made."""
+    cpu_pool.install()
+
+
+def followed(state, policy, share, link_bytes_per_s=None):
+    """Train until the plan is final; return what left in the next step, and the simulated one."""
+    budget_bytes = measure(state).budget_bytes(share)
+    runtime = delta.Runtime(
+        budget=budget_bytes, policy=policy, device="cpu", link_bytes_per_s=link_bytes_per_s
+    )
+    settle(state, runtime)
+    plan, graph = runtime.plan(), runtime.graph()
+    runtime.steps.pump.drain()
+    with listening() as heard:
+        train_step(state, state.batch(0), runtime)
+        runtime.steps.pump.drain()
+    began = runtime.session.step_begin_tick()
+    runtime.close()
+    links = None if link_bytes_per_s is None else Links(link_bytes_per_s, link_bytes_per_s)
+    step = VirtualStep(graph, plan, budget_bytes, links=links).run()
+    return np.concatenate(heard), began, step
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.4])
+@pytest.mark.parametrize("model", ["tiny_gpt", "tiny_resnet"])
+def test_the_same_values_are_dropped_at_the_same_ops(model, share):
+    events, began, step = followed(BENCH_WORKLOADS[model].build(SEED), "recompute", share)
+    dropped = events[events["kind"] == int(EventKind.DROPPED)]
+    thought = step.log[step.log["kind"] == DROP]
+    assert len(thought) > 0
+    assert list(zip(dropped["tick"] - began, dropped["key"], strict=True)) == list(
+        zip(thought["tick"], thought["number"], strict=True)
+    )
+
+
+@pytest.mark.parametrize("model", ["tiny_gpt", "tiny_resnet"])
+def test_the_same_values_are_swapped(model):
+    """At which op depends on when copies are done, which no two runs have in common."""
+    state = BENCH_WORKLOADS[model].build(SEED)
+    events, _, step = followed(state, "swap", 0.6, LINK_BYTES_PER_S)
+    swapped = set(events["key"][events["kind"] == int(EventKind.SWAPPED_OUT)].tolist())
+    thought = set(step.log["number"][step.log["kind"] == FREE].tolist())
+    assert len(thought) > 0
+    assert len(swapped & thought) >= 0.9 * max(len(swapped), len(thought))
