@@ -47,6 +47,7 @@ from delta_runtime import cpu_pool, pump
 from delta_runtime.act.links import link_bytes_per_s
 from delta_runtime.core.events import EventKind, Events
 from delta_runtime.core.transfer import Links
+from delta_runtime.online.policies import get_policy
 from delta_runtime.simulate.virtual_step import VirtualStep
 from scripts.train_plain import THREADS
 from scripts.workloads import TrainState
@@ -141,7 +142,7 @@ def run(state: TrainState, model: str, policy: str, share: float, link: str, rou
     runtime.close()
     evicted = Counter({which: count / 2 for which, count in evicted.items()})  # of two steps
     links = None if speed is None else Links(speed, speed)
-    virtual = VirtualStep(graph, plan, budget_bytes, links=links)
+    virtual = VirtualStep(graph, plan, budget_bytes, policy=get_policy(policy), links=links)
     virtual.run()
     step = virtual.run()
     log = step.log[np.isin(step.log["kind"], (_DROP, _FREE))]

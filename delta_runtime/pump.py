@@ -20,10 +20,6 @@ from delta_runtime.record.step_log import drain_events
 
 logger = logging.getLogger(__name__)
 
-_DISTANCE = {Distance.NONE: 0, Distance.STALENESS: 1, Distance.NEXT_USE: 2}
-# Until a filter has ranked a page, C++ ranks it by the nearest local formula (DefaultWeight).
-_DEFAULT_WEIGHT = {"delta": 1, "largest": 1, "lru": 2, "next_use": 2}
-
 
 class Pump:
     """Keeps the account of one session, and ranks what is there.
@@ -49,17 +45,10 @@ class Pump:
         self._checked = checked
         self._ledger = Ledger(policy, checked=checked)
         self._logged: list[Events] = []  # of the step that is logged now
-        filter_name = policy.filter.name if policy.filter else "msps"
-        session.set_default_weight(_DEFAULT_WEIGHT.get(filter_name, 0))
-        self.distance = (
-            Distance.NEXT_USE
-            if policy.plans
-            else policy.filter.distance
-            if policy.filter
-            else Distance.NONE
-        )
+        session.set_default_weight(int(policy.default_weight))
+        self.distance: Distance = policy.distance
         """What weights are divided by when room is needed."""
-        session.set_distance(_DISTANCE[self.distance])
+        session.set_distance(int(self.distance))
         self.tick_s = 0.0
         """Mean seconds of an op; 0 as long as nothing is known."""
 
@@ -100,7 +89,7 @@ class Pump:
             np.ascontiguousarray(queue.pages),
             np.ascontiguousarray(queue.weights),
             np.ascontiguousarray(queue.exits),
-            _DISTANCE[distance],
+            int(distance),
         )
 
     def links(self) -> Links:

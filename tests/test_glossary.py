@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 _PLAIN = """
     activation affordable alone around aside asked at away back backward begin begins begun beside boundary
-    bounds bytes cache cap check children cloned clones column columns comparisons config copies copy cost costs
+    bounds bytes cache cap check children cloned clones column columns comparisons config copies copy cost costs default
     description dir direct directory disable distance end ends enterable error evaluation evaluator event excess
     failed failures fallback falls file final finding first found free function hits host if in infeasible
     inplace input inputs ins interrupted invalid items key kind known label largest last late launched least

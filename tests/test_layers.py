@@ -306,7 +306,7 @@ def test_the_lowest_folders_of_csrc_know_nothing_of_those_above():
 
 
 @pytest.mark.parametrize(
-    ("folder", "below"), [("planners", set()), ("walk", set()), ("simulate", {"walk"})]
+    ("folder", "below"), [("planners", set()), ("walk", set()), ("simulate", {"walk", "util"})]
 )
 def test_some_folders_of_csrc_know_nothing_but_plain_numbers(folder, below):
     for uses in (_includes(), _calls()):

@@ -105,6 +105,33 @@ void bind_simulate(py::module_& m) {
            py::arg("drops") = true, py::arg("out_bytes_per_s") = 0.0,
            py::arg("in_bytes_per_s") = 0.0, py::arg("host_bytes") = 0, py::arg("min_bytes") = 4096,
            py::arg("distance") = 2, py::arg("default_weight") = 0)
+      .def(
+          "set_pump",
+          [](VirtualStep& step, py::function pump) {
+            auto held = std::make_shared<py::function>(std::move(pump));
+            step.set_pump([held](int64_t need_bytes) {
+              py::gil_scoped_acquire gil;
+              (*held)(need_bytes);
+            });
+          },
+          "Called, as the runtime calls it, where a policy decides without a plan.")
+      .def("drain_events",
+           [](VirtualStep& step) {
+             const auto rows = step.drain_events();
+             return py::bytes(reinterpret_cast<const char*>(rows.data()),
+                              rows.size() * sizeof(Event));
+           })
+      .def("publish",
+           [](VirtualStep& step, const Ints& ids, const Floats& weights,
+              const Column<int8_t>& exits, int distance) {
+             step.publish(copied(ids), copied(weights), copied(exits),
+                          static_cast<Distance>(distance));
+           })
+      .def("tick", &VirtualStep::tick)
+      .def("queued_bytes",
+           [](const VirtualStep& step) {
+             return py::make_tuple(step.queued_out_bytes(), step.queued_in_bytes());
+           })
       .def("run", &VirtualStep::run, py::call_guard<py::gil_scoped_release>(),
            "One step; the clock and the lanes go on from the one before.")
       .def(

@@ -97,19 +97,22 @@ VirtualStep::VirtualStep(StepColumns step, VirtualDevice device, std::shared_ptr
     index_of_[at(value)] = index;
     const int64_t made_by = step_.value_op[at(value)];
     packs_[at(std::max(op_of(step_.saved_at[at(index)]), made_by))].push_back(index);
+    int64_t last_use = -1;
     for (const int64_t tick : step_.uses.of(index)) {
       if (const int64_t op = op_of(tick); op >= made_by) {
-        asked_[at(op)].push_back({tick, false, index});
+        asked_[at(op)].push_back({tick, Ask::Use, index});
       }
+      last_use = std::max(last_use, tick);
     }
     const int64_t released = step_.released_at[at(index)];
     if (const int64_t op = op_of(released); op >= made_by && released <= step_.ticks) {
-      asked_[at(op)].push_back({released, true, index});
+      const Ask what = last_use < released ? Ask::ReleaseBefore : Ask::Release;
+      asked_[at(op)].push_back({released, what, index});
     }
   }
   for (auto& asked : asked_) {
     std::stable_sort(asked.begin(), asked.end(), [](const Asked& a, const Asked& b) {
-      return a.tick != b.tick ? a.tick < b.tick : a.released < b.released;
+      return a.tick != b.tick ? a.tick < b.tick : a.what < b.what;
     });
   }
 }
@@ -134,6 +137,7 @@ VirtualTotals VirtualStep::run() {
   if (as_written()) {
     schedule_.end(/*still=*/true, *this);
   }
+  emit(EventKind::Step, nullptr, 0, 0, -1);
   totals_.seconds = clock_s_ - begin_s;
   return totals_;
 }
@@ -153,12 +157,13 @@ void VirtualStep::begin_step() {
   in_use_.clear();
   coming_.clear();
   write_backs_.clear();
+  first_id_ += static_cast<int64_t>(index_of_id_.size());
+  index_of_id_.clear();
   away_bytes_ = dropped_bytes_ = passing_bytes_ = host_used_bytes_ = 0;
   for (int64_t index = 0; index < step_.n_saved(); ++index) {
     Page& each = pages_[at(index)];
     each.index = index;
     each.value = step_.saved[at(index)];
-    each.id = index;
     each.bytes = step_.value_bytes[at(each.value)];
   }
   if (as_written()) {
@@ -192,7 +197,7 @@ void VirtualStep::behind(int64_t op) {
   bool first = true;
   for (const auto& asked : asked_[at(op)]) {
     Page& each = pages_[at(asked.index)];
-    if (asked.released) {
+    if (asked.what != Ask::Use) {
       level_bytes_ -= each.bytes;
       if (each.managed) {
         release(each);
@@ -217,6 +222,8 @@ void VirtualStep::pack(int64_t index) {
   }
   const double again_s = step_.op_seconds[at(step_.value_op[at(each.value)])];
   const double bytes = static_cast<double>(each.bytes);
+  each.id = first_id_ + static_cast<int64_t>(index_of_id_.size());
+  index_of_id_.push_back(index);
   each.managed = true;
   each.tickets = 1;
   each.place = Place::Device;
@@ -226,6 +233,13 @@ void VirtualStep::pack(int64_t index) {
   each.weight = default_weight(device_.default_weight, each.bytes, again_s);
   if (plan_ != nullptr) {
     follow(*plan_, at(each.value), now_, each);
+  }
+  emit(EventKind::Packed, &each, each.bytes, again_s, each.value);
+  for (const int64_t value : step_.reads.of(step_.value_op[at(each.value)])) {
+    const int64_t source = index_of_[at(value)];
+    if (source >= 0 && source != index && pages_[at(source)].managed) {
+      emit(EventKind::Edge, &each, 0, 0, pages_[at(source)].id);
+    }
   }
   add_candidate(each);
   write_backs_.add(each);
@@ -242,6 +256,7 @@ void VirtualStep::ask(Page& each) {
     }
     each.last_use = now_.tick;
     now_.frontier = each.packed_at;
+    emit(EventKind::Used, &each, each.bytes, 0, each.value);
   }
   ++each.pins;
   in_use_.push_back(&each);
@@ -258,6 +273,7 @@ void VirtualStep::release(Page& each) {
     }
   }
   forget_copy(each);
+  emit(EventKind::Released, &each, each.bytes, 0, each.value);
   each.arrival.reset();
   each.managed = false;
   each.tickets = 0;
@@ -303,6 +319,10 @@ void VirtualStep::tend_lanes(int64_t need_bytes) {
 
 // Returns what is missing.
 int64_t VirtualStep::look_ahead(int64_t need_bytes) {
+  if (pump_ && plan_ == nullptr && now_.tick - last_pump_tick_ >= kTuning.ask_interval_ticks) {
+    last_pump_tick_ = now_.tick;
+    pump_(need_bytes);
+  }
   const int64_t room = short_by(live_bytes(), need_bytes, device_.budget_bytes);
   if (device_.budget_bytes == 0 || room <= 0) {
     return 0;
@@ -313,6 +333,7 @@ int64_t VirtualStep::look_ahead(int64_t need_bytes) {
   if (freed < room) {
     ++totals_.shortfalls;
     totals_.shortfall_bytes = std::max(totals_.shortfall_bytes, room - freed);
+    emit(EventKind::Shortfall, nullptr, room - freed, 0, -1);
   }
   return std::max<int64_t>(0, room - kTuning.slack_bytes - freed);
 }
@@ -337,6 +358,7 @@ void VirtualStep::reap() {
       each.place = Place::Device;
       each.retry_tick = 0;
       ++totals_.swap_ins;
+      emit(EventKind::SwappedIn, &each, each.bytes, copy->end_s - copy->begin_s, each.value);
       add_candidate(each);
     }
   }
@@ -365,6 +387,7 @@ bool VirtualStep::free_clean(Row& row) {
   ++totals_.swap_outs;
   totals_.swapped_out_bytes += each.bytes;
   returns_.add(each, next_use_of(each), now_, as_written());
+  emit(EventKind::SwappedOut, &each, each.bytes, 0, each.value);
   log(LogKind::Free, each.value, each.bytes, clock_s_, clock_s_);
   return true;
 }
@@ -385,6 +408,7 @@ bool VirtualStep::drop(Row& row) {
   dropped_bytes_ += each.bytes;
   ++totals_.drops;
   totals_.dropped_bytes += each.bytes;
+  emit(EventKind::Dropped, &each, each.bytes, 0, each.value);
   log(LogKind::Drop, each.value, each.bytes, clock_s_, clock_s_);
   return true;
 }
@@ -431,8 +455,8 @@ bool VirtualStep::wait() {
 }
 
 Row* VirtualStep::find(int64_t id) {
-  Page& each = pages_[at(id)];
-  return each.managed && each.copy == nullptr ? &each : nullptr;
+  Page* each = page_with(id);
+  return each != nullptr && each->managed && each->copy == nullptr ? each : nullptr;
 }
 
 Row* VirtualStep::row_of(int64_t value) {
@@ -600,6 +624,8 @@ void VirtualStep::install(Page& each) {
   away_bytes_ -= each.bytes;
   dropped_bytes_ -= each.bytes;
   ++totals_.rebuilds;
+  emit(EventKind::Rebuilt, &each, each.bytes,
+       step_.again_seconds[at(step_.value_op[at(each.value)])], each.value);
   if (plan_ != nullptr) {
     follow(*plan_, at(each.value), now_, each);
   }
@@ -646,13 +672,42 @@ void VirtualStep::wait_until(double then_s, double& stall_s) {
   clock_s_ = std::max(clock_s_, then_s);
 }
 
+VirtualStep::Page* VirtualStep::page_with(int64_t id) {
+  const int64_t place = id - first_id_;
+  const bool known = place >= 0 && place < static_cast<int64_t>(index_of_id_.size());
+  return known ? &pages_[at(index_of_id_[at(place)])] : nullptr;
+}
+
+void VirtualStep::publish(const std::vector<int64_t>& ids, const std::vector<double>& weights,
+                          const std::vector<int8_t>& exits, Distance distance) {
+  require(ids.size() == weights.size() && ids.size() == exits.size(),
+          "what is published has columns of different lengths");
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (Page* each = page_with(ids[i]); each != nullptr) {
+      each->weight = weights[i];
+      each->exit = static_cast<Exit>(exits[i]);
+    }
+  }
+  device_.distance = distance;
+}
+
+// For the policy that is asked; without one nobody takes them.
+void VirtualStep::emit(EventKind kind, const Page* page, int64_t bytes, double seconds,
+                       int64_t key) {
+  if (pump_) {
+    const int32_t reason = kind == EventKind::Packed ? 1 : 0;
+    events_.push_back({static_cast<int32_t>(kind), reason, page != nullptr ? page->id : -1,
+                       now_.tick, bytes, key, seconds});
+  }
+}
+
 void VirtualStep::note_peak(int64_t bytes) {
   totals_.peak_bytes = std::max(totals_.peak_bytes, bytes);
 }
 
 void VirtualStep::log(LogKind kind, int64_t number, int64_t bytes, double begin_s, double end_s) {
   log_.push_back({static_cast<int64_t>(kind), number, now_.position(), bytes, dropped_bytes_,
-                    away_bytes_ - dropped_bytes_, begin_s, end_s});
+                  away_bytes_ - dropped_bytes_, begin_s, end_s});
 }
 
 }  // namespace delta

@@ -14,10 +14,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
 #include "simulate/virtual_lane.h"
+#include "util/rows.h"
 #include "walk/lane_schedule.h"
 #include "walk/plan.h"
 #include "walk/row.h"
@@ -125,6 +127,17 @@ class VirtualStep final : private Carrier, private Writer, private Mover {
   VirtualStep(StepColumns step, VirtualDevice device, std::shared_ptr<const Plan> plan);
 
   VirtualTotals run();  // one step; the clock and the lanes go on from the one before
+
+  // For a policy that decides without a plan: it is asked as the runtime asks it, takes the events
+  // since then, and publishes its weights and ways out, of pages by their ids.
+  void set_pump(std::function<void(int64_t)> pump) { pump_ = std::move(pump); }
+  std::vector<Event> drain_events() { return std::exchange(events_, {}); }
+  void publish(const std::vector<int64_t>& ids, const std::vector<double>& weights,
+               const std::vector<int8_t>& exits, Distance distance);
+  int64_t tick() const { return now_.tick; }
+  int64_t queued_out_bytes() const { return out_.queued_bytes(clock_s_); }
+  int64_t queued_in_bytes() const { return in_.queued_bytes(clock_s_); }
+
   const std::vector<LogRow>& rows() const { return log_; }  // of the last step
 
  private:
@@ -139,9 +152,11 @@ class VirtualStep final : private Carrier, private Writer, private Mover {
     VirtualCopyPtr arrival;
     int64_t refused_at = -1;
   };
+  // Behind an op: a node that has ended lets go of what it asked for before the next one asks.
+  enum class Ask : uint8_t { ReleaseBefore, Use, Release };
   struct Asked {
     int64_t tick;
-    bool released;
+    Ask what;
     int64_t index;
   };
   struct Rerun;
@@ -176,6 +191,8 @@ class VirtualStep final : private Carrier, private Writer, private Mover {
   bool is_alone(const Page& page) const;
   int64_t live_bytes() const { return level_bytes_ - away_bytes_ + passing_bytes_; }
   int64_t next_use_of(Page& page) const;
+  Page* page_with(int64_t id);  // null: it was of a step before, or is no page
+  void emit(EventKind kind, const Page* page, int64_t bytes, double seconds, int64_t key);
 
   void begin_step();
   void boundary(int64_t op);
@@ -211,6 +228,8 @@ class VirtualStep final : private Carrier, private Writer, private Mover {
   Moment now_;
   double clock_s_ = 0;
   std::vector<Page> pages_;
+  int64_t first_id_ = 0;              // of this step
+  std::vector<int64_t> index_of_id_;  // of each page since then
   std::vector<Page*> candidates_;
   std::vector<Page*> in_use_;  // by the node that asked last
   int64_t level_bytes_ = 0;    // of the ordinary step
@@ -228,6 +247,9 @@ class VirtualStep final : private Carrier, private Writer, private Mover {
   WrittenPlan schedule_;
   VirtualTotals totals_;
   std::vector<LogRow> log_;
+  std::function<void(int64_t)> pump_;
+  int64_t last_pump_tick_ = -1000000;
+  std::vector<Event> events_;
 };
 
 }  // namespace delta

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "state/progress.h"
-#include "state/rows.h"
+#include "util/rows.h"
 
 namespace delta {
 

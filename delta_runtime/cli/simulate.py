@@ -29,19 +29,8 @@ if TYPE_CHECKING:  # numpy is imported where it is needed
     from delta_runtime.core.transfer import Links
     from delta_runtime.simulate.virtual_step import SimulatedStep
 
-PLANNERS_OF: Mapping[str, str] = MappingProxyType(
-    {
-        "auto": "joint",
-        "recompute": "recompute",
-        "swap": "swap",
-        "joint": "joint",
-        "rotor": "rotor",
-        "checkmate": "checkmate",
-        "min_peak": "min_peak",
-        "min_peak_a": "min_peak_a",
-    }
-)
-"""The policies that are simulated, and the planner whose plan each of them follows."""
+_PLANNER_OF: Mapping[str, str] = MappingProxyType({"recompute": "recompute", "swap": "swap"})
+"""Of policies that follow joint's plans, but not with all that it does."""
 _COLUMNS = ("policy", "fits", "peak", "step", "rebuilds", "stalls", "dropped", "swapped")
 
 
@@ -55,7 +44,7 @@ def add_parser(commands: Any) -> None:
         "--policies",
         metavar="A,B",
         default="auto,recompute,swap",
-        help=f"some of {', '.join(PLANNERS_OF)} (default: %(default)s)",
+        help="of delta_runtime, such as auto,recompute,swap,delta,dtr,rotor (default: %(default)s)",
     )
     parser.add_argument(
         "--host-budget", metavar="X", help="the most that is swapped to host memory; else no limit"
@@ -91,14 +80,22 @@ def simulate(options: argparse.Namespace) -> str:
 
 def _chosen(names: str) -> list[str]:
     wanted = [name.strip() for name in names.split(",")]
-    unknown = [name for name in wanted if name not in PLANNERS_OF]
+    known = simulated()
+    unknown = [name for name in wanted if name not in known]
     if unknown:
         raise UsageError(
             "These policies cannot be simulated.",
             asked=", ".join(unknown),
-            change=f"Choose among {', '.join(PLANNERS_OF)}.",
+            change=f"Choose among {', '.join(known)}.",
         )
     return wanted
+
+
+def simulated() -> list[str]:
+    """Return the names of the policies that can be simulated: all that evict, and only when there is need."""
+    from delta_runtime.online.policies import POLICIES, Stress
+
+    return [name for name, each in POLICIES.items() if each.filter and each.stress is Stress.NONE]
 
 
 def _host_bytes(asked: str | None) -> int:
@@ -113,31 +110,32 @@ def _simulated(
     name: str, graph: StepGraph, budget_bytes: int, links: Links | None, host_bytes: int
 ) -> SimulatedStep | str:
     """Return what the second of two steps comes to, or why there is none."""
+    from delta_runtime.core.events import Place
+    from delta_runtime.online.policies import get_policy
     from delta_runtime.planners.linear_program import SolverFailed
     from delta_runtime.planners.registry import PLANNERS
     from delta_runtime.simulate.virtual_step import VirtualStep
 
-    planner = PLANNERS[PLANNERS_OF[name]]
-    if planner.copies and links is None:
+    policy = get_policy(name)
+    plan = None
+    if links is None and policy.evicts_to == (Place.SWAPPED,):
         return "no speed of a lane was recorded; give --link-bytes-per-s"
-    copies = name in ("auto", "joint", "swap")
-    try:
-        found = planner.plan(graph, budget_bytes, links if copies else None)
-    except ImportError as error:
-        return str(error)
-    except SolverFailed:
-        return "its solver failed"
-    if found.plan is None:
-        least = found.least_budget_bytes
-        return "no plan" + ("" if least is None else f"; the least budget is {format_bytes(least)}")
-    step = VirtualStep(
-        graph,
-        found.plan,
-        budget_bytes,
-        links=links if copies else None,
-        host_bytes=host_bytes,
-        drops=name != "swap",
-    )
+    if policy.plans:
+        planner = PLANNERS[_PLANNER_OF.get(name, policy.planner)]
+        try:
+            found = planner.plan(
+                graph, budget_bytes, links if Place.SWAPPED in policy.evicts_to else None
+            )
+        except ImportError as error:
+            return str(error)
+        except SolverFailed:
+            return "its solver failed"
+        plan, least = found.plan, found.least_budget_bytes
+        if plan is None:
+            return "no plan" + (
+                "" if least is None else f"; the least budget is {format_bytes(least)}"
+            )
+    step = VirtualStep(graph, plan, budget_bytes, policy=policy, links=links, host_bytes=host_bytes)
     step.run()
     return step.run()
 

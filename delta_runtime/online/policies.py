@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from delta_runtime.core.errors import UsageError
-from delta_runtime.core.events import Place
+from delta_runtime.core.events import Distance, Place
 from delta_runtime.online.directors import DIRECTORS, Director
 from delta_runtime.online.filters import FILTERS, Filter
 
@@ -36,6 +36,25 @@ class Stress(enum.Enum):
     """Swap out every page, at every op boundary."""
     RANDOM_MIX = "random_mix"
     """Swap out, drop and bring back seeded random choices of pages, at random op boundaries."""
+
+
+class DefaultWeight(enum.IntEnum):
+    """Weight of a page that no policy has seen yet; `DefaultWeight` in csrc/walk/row.h."""
+
+    SECONDS_PER_BYTE = 0
+    PER_BYTE = 1
+    ONE = 2
+
+
+_SECONDS_PER_BYTE = DefaultWeight.SECONDS_PER_BYTE
+_DEFAULT_WEIGHT: Mapping[str, DefaultWeight] = MappingProxyType(
+    {
+        "delta": DefaultWeight.PER_BYTE,
+        "largest": DefaultWeight.PER_BYTE,
+        "lru": DefaultWeight.ONE,
+        "next_use": DefaultWeight.ONE,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +95,18 @@ class Policy:
             raise ValueError(
                 f"policy {self.name!r} needs both a filter and a residency, or neither"
             )
+
+    @property
+    def distance(self) -> Distance:
+        """What weights are divided by when room is needed, as long as no ranking says otherwise."""
+        if self.plans:
+            return Distance.NEXT_USE
+        return self.filter.distance if self.filter else Distance.NONE
+
+    @property
+    def default_weight(self) -> DefaultWeight:
+        """How C++ weighs a page that no filter has ranked yet: by the nearest local formula."""
+        return _DEFAULT_WEIGHT.get(self.filter.name if self.filter else "msps", _SECONDS_PER_BYTE)
 
     def on(self, tiers: frozenset[Place]) -> Policy:
         """Return this policy for a device with these tiers below it.

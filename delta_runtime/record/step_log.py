@@ -1,6 +1,6 @@
 """Reads the log of a step from the extension and makes a `StepGraph` of it.
 
-The row layouts are those of `LoggedOp` and `LoggedValue` in csrc/state/rows.h.
+The row layouts are those of `LoggedOp` and `LoggedValue` in csrc/util/rows.h.
 """
 
 from __future__ import annotations

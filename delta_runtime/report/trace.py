@@ -32,7 +32,7 @@ TRACE_DTYPE = np.dtype(
         ("end_s", "<f8"),
     ]
 )
-"""One row of the extension's trace; `TraceRow` in csrc/state/rows.h."""
+"""One row of the extension's trace; `TraceRow` in csrc/util/rows.h."""
 
 
 class TraceKind(enum.IntEnum):

@@ -1,12 +1,13 @@
 """A recorded step under a plan and a budget, on a virtual clock.
 
-What goes and comes is decided by the code that the runtime decides by (csrc/walk), called from csrc/simulate. Covers
-whole steps that follow a plan. csrc/simulate/virtual_step.h says what is thought of such a step, and what is not.
+What goes and comes is decided by the code that the runtime decides by (csrc/walk), called from csrc/simulate; without a
+plan by the ranking of a policy, which is the runtime's too (online). csrc/simulate/virtual_step.h says what is thought
+of such a step, and what is not.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,17 @@ import numpy.typing as npt
 
 from delta_runtime.core import compiled
 from delta_runtime.core.errors import UsageError
+from delta_runtime.core.events import EVENT_DTYPE, Place
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.plan_columns import columns_of
 from delta_runtime.core.recipes import Recipes, recipes_of
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
+from delta_runtime.online.ledger import Ledger
+from delta_runtime.online.policies import Policy, get_policy
 from delta_runtime.planners.presence import behind_ops, gone_ops
 
+_BOTH = get_policy("auto")
 WITHOUT_LIMIT = 1 << 62
 """Bytes of host memory, where that is no matter."""
 
@@ -50,7 +55,7 @@ _TRACE_DTYPE = np.dtype(
         ("end_s", "<f8"),
     ]
 )
-"""That of `TraceRow` in csrc/state/rows.h."""
+"""That of `TraceRow` in csrc/util/rows.h."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +123,11 @@ class VirtualStep:
 
     Args:
         graph: the recorded step; its seconds are those that ops take.
-        plan: that it follows; None where nothing leaves before room is needed.
+        plan: that it follows; None where there is none.
         budget_bytes: what may be live at any moment; 0: without limit.
+        policy: says whether anything may be dropped, and swapped; and without a plan, what leaves first.
         links: speed of the lanes; None where nothing is swapped.
         host_bytes: the most that is swapped to.
-        drops: whether anything may be dropped.
         min_bytes: smaller values stay, as under a runtime that was told so.
         recipes: of `graph`; made where None is given.
 
@@ -141,9 +146,9 @@ class VirtualStep:
         plan: Plan | None,
         budget_bytes: int,
         *,
+        policy: Policy = _BOTH,
         links: Links | None = None,
         host_bytes: int = WITHOUT_LIMIT,
-        drops: bool = True,
         min_bytes: int = 0,
         recipes: Recipes | None = None,
     ) -> None:
@@ -156,24 +161,53 @@ class VirtualStep:
             raise UsageError(
                 "A contracted step cannot be simulated.", change="Take the step that it came from."
             )
-        known = links is not None and links.out_bytes_per_s > 0 and links.in_bytes_per_s > 0
+        may_swap = Place.SWAPPED in policy.evicts_to and links is not None
+        self._links = links if links is not None and may_swap else Links()
+        known = self._links.out_bytes_per_s > 0 and self._links.in_bytes_per_s > 0
+        self._host_bytes = host_bytes if known else 0
         self._step = compiled.simulate.VirtualStep(
             _columns(graph, recipes or recipes_of(graph)),
             None if plan is None else compiled.simulate.Plan(**columns_of(graph, plan)),
             budget_bytes=budget_bytes,
-            drops=drops,
-            out_bytes_per_s=links.out_bytes_per_s if links is not None and known else 0.0,
-            in_bytes_per_s=links.in_bytes_per_s if links is not None and known else 0.0,
-            host_bytes=host_bytes if known else 0,
+            drops=Place.DROPPED in policy.evicts_to,
+            out_bytes_per_s=self._links.out_bytes_per_s if known else 0.0,
+            in_bytes_per_s=self._links.in_bytes_per_s if known else 0.0,
+            host_bytes=self._host_bytes,
             min_bytes=min_bytes,
+            distance=int(policy.distance),
+            default_weight=int(policy.default_weight),
         )
+        self._ledger = Ledger(policy)
+        self._tick_s = graph.seconds / max(graph.n_ops, 1)
+        self._is_ranked = plan is None and not policy.plans and policy.filter is not None
+        if self._is_ranked:
+            self._step.set_pump(self._rank)
 
     def run(self) -> SimulatedStep:
         """Go through one step; lanes and clock go on from the one before."""
         totals = self._step.run()
+        if self._is_ranked:
+            self._take_in()
         log = np.frombuffer(self._step.log(), LOG_DTYPE)
         told = {name: getattr(totals, name) for name in SimulatedStep.__slots__ if name != "log"}
         return SimulatedStep(**told, log=log)
+
+    def _rank(self, _: int) -> None:
+        """Rank what is there, as the runtime's pump does when room is needed and no plan says what leaves."""
+        self._take_in()
+        out_bytes, in_bytes = self._step.queued_bytes()
+        links = replace(
+            self._links,
+            out_queued_bytes=out_bytes,
+            in_queued_bytes=in_bytes,
+            store_bytes=self._host_bytes,
+            tick_s=self._tick_s,
+        )
+        queue = self._ledger.rank(self._step.tick(), links)
+        self._step.publish(queue.pages, queue.weights, queue.exits, int(queue.distance))
+
+    def _take_in(self) -> None:
+        self._ledger.handle(np.frombuffer(self._step.drain_events(), EVENT_DTYPE))
 
 
 def _columns(graph: StepGraph, recipes: Recipes) -> Any:

@@ -12,6 +12,7 @@ from benchmarks.simulated import listening
 from delta_runtime import cpu_pool
 from delta_runtime.core.events import EventKind
 from delta_runtime.core.transfer import Links
+from delta_runtime.online.policies import get_policy
 from delta_runtime.simulate.virtual_step import VirtualStep
 
 DROP, FREE = 4, 5  # LogKind in csrc/simulate/virtual_step.h
@@ -25,7 +26,7 @@ def pool() -> None:
 
 
 def followed(state, policy, share, link_bytes_per_s=None):
-    """Train until the plan is final; return what left in the next step, and the simulated one."""
+    """Train until the plan is final; return what left in the next step, and in the simulated one."""
     budget_bytes = measure(state).budget_bytes(share)
     runtime = delta.Runtime(
         budget=budget_bytes, policy=policy, device="cpu", link_bytes_per_s=link_bytes_per_s
@@ -64,3 +65,34 @@ def test_the_same_values_are_swapped(model):
     thought = set(step.log["number"][step.log["kind"] == FREE].tolist())
     assert len(thought) > 0
     assert len(swapped & thought) >= 0.9 * max(len(swapped), len(thought))
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6])
+@pytest.mark.parametrize("policy", ["largest", "lru", "next_use"])
+def test_without_a_plan_the_same_values_are_dropped_at_the_same_ops(policy, share):
+    """By policies that look at no clock; the others decide by measured seconds, which no two runs have in common."""
+    state = BENCH_WORKLOADS["tiny_gpt"].build(SEED)
+    budget_bytes = measure(state).budget_bytes(share)
+    recorder = delta.Runtime(policy="off", device="cpu")
+    train_step(state, state.batch(0), recorder)
+    graph = recorder.graph()
+    recorder.close()
+    runtime = delta.Runtime(budget=budget_bytes, policy=policy, device="cpu")
+    steps = 5
+    for index in range(steps):
+        runtime.steps.pump.drain()
+        with listening() as heard:
+            train_step(state, state.batch(index), runtime)
+            runtime.steps.pump.drain()
+        began = runtime.session.step_begin_tick()
+    runtime.close()
+    virtual = VirtualStep(graph, None, budget_bytes, policy=get_policy(policy))
+    for _ in range(steps):
+        step = virtual.run()
+    events = np.concatenate(heard)
+    dropped = events[events["kind"] == int(EventKind.DROPPED)]
+    thought = step.log[step.log["kind"] == DROP]
+    assert len(thought) > 0
+    assert list(zip(dropped["tick"] - began, dropped["key"], strict=True)) == list(
+        zip(thought["tick"], thought["number"], strict=True)
+    )

@@ -14,6 +14,7 @@ from delta_runtime.core import compiled
 from delta_runtime.core.errors import UsageError
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.transfer import Links
+from delta_runtime.online.policies import get_policy
 from delta_runtime.planners import joint, rotor
 from delta_runtime.planners.contraction import by_size
 from delta_runtime.planners.presence import Presence
@@ -122,7 +123,7 @@ def test_a_lane_copies_one_after_the_other_at_its_speed():
     graph = chain([8 * MIB] * 8, [0.001] * 8)
     budget_bytes = graph.peak_bytes // 2
     plan = joint.plan(graph, budget_bytes, SLOW).plan
-    step = VirtualStep(graph, plan, budget_bytes, links=SLOW, drops=False).run()
+    step = VirtualStep(graph, plan, budget_bytes, links=SLOW, policy=get_policy("swap")).run()
     copies = step.log[step.log["kind"] == 2]
     seconds = copies["end_s"] - copies["begin_s"]
     assert seconds == pytest.approx(8 * MIB / SLOW.out_bytes_per_s)
