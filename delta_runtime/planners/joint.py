@@ -58,7 +58,8 @@ def plan(
             links=tiers,
             least_search=joint_heuristic.MOST_TO_SEARCH,
         )
-        found = [judged(each, graph, tiers) for each in (own, *seeds, Plan.moving_nothing(graph))]
+        plans = [own, *seeds, *_swapping(graph, memory, tiers), Plan.moving_nothing(graph)]
+        found = [judged(each, graph, tiers) for each in plans]
         found += [judged(each, graph, tiers) for each in _searched(seeds, graph, memory)]
         return min(found, key=lambda each: (max(each.verdict.peak_bytes - memory, 0), each.seconds))
 
@@ -73,6 +74,13 @@ def plan(
             peak_bytes = best.verdict.peak_bytes
         return result_of(None, budget_bytes, begin, least_budget_bytes=graph.peak_bytes)
     return result_of(best, budget_bytes, begin)
+
+
+def _swapping(graph: StepGraph, budget_bytes: int, tiers: Links | None) -> list[Plan]:
+    """Return the plan that only swaps, where there are lanes: the heuristic drops rather than have a step wait."""
+    if tiers is None or not (tiers.out_bytes_per_s > 0 and tiers.in_bytes_per_s > 0):
+        return []
+    return [joint_heuristic.plan(graph, budget_bytes, drops=False, links=tiers)]
 
 
 def _searched(seeds: Sequence[Plan], graph: StepGraph, budget_bytes: int) -> list[Plan]:

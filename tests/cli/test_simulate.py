@@ -37,7 +37,7 @@ def test_the_table_shows_what_each_policy_comes_to(recorded_chain, capsys):
     assert {row[0] for row in rows.values()} == {"yes"}
     assert rows["recompute"][3] != "0 s" and rows["recompute"][6] == "0 B"
     assert rows["swap"][3] == "0 s" and rows["swap"][5] == "0 B" != rows["swap"][6]
-    assert float(rows["auto"][2]) <= float(rows["recompute"][2])
+    assert float(rows["auto"][2]) <= min(float(row[2]) for row in rows.values()) + 0.002
     assert "An estimate" in shown
 
 

@@ -81,3 +81,14 @@ def test_a_seed_for_another_graph_is_refused(ops):
     other = Plan.moving_nothing(chain([8 * MIB] * ops, [0.01] * ops))
     with pytest.raises(InvalidPlan, match="are not those of the values of this graph"):
         joint.plan(GRAPH, BUDGET_BYTES, seeds=[other])
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e8, 3e8, 1e9, 3e9, 1e10])
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
+def test_with_lanes_it_is_no_worse_than_swapping_alone_or_dropping_alone(bytes_per_s, share):
+    links = Links(bytes_per_s, bytes_per_s)
+    budget_bytes = int(share * GRAPH.peak_bytes)
+    found = joint.plan(GRAPH, budget_bytes, links)
+    for name in ("swap", "recompute"):
+        other = PLANNERS[name].plan(GRAPH, budget_bytes, links)
+        assert not other.feasible or found.seconds <= other.seconds * (1 + 1e-9)
