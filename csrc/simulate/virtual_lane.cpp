@@ -1,7 +1,6 @@
 #include "simulate/virtual_lane.h"
 
 #include <algorithm>
-#include <limits>
 
 namespace delta {
 namespace {
@@ -19,6 +18,10 @@ VirtualCopyPtr VirtualLane::submit(int64_t value, int64_t bytes, double now_s) {
   return copy;
 }
 
+double VirtualLane::begin_of(const VirtualCopy& copy, double worker_free_s, double link_free_s) {
+  return std::max(std::max(copy.submitted_s, worker_free_s) - kSlackSeconds, link_free_s);
+}
+
 // Begins what would have begun by now, each copy when the one before it has ended.
 void VirtualLane::begin_next(double now_s) {
   double worker_free_s = 0;
@@ -27,13 +30,12 @@ void VirtualLane::begin_next(double now_s) {
       continue;
     }
     if (!copy->begun) {
-      const double picked_s = std::max(copy->submitted_s, worker_free_s);
-      if (picked_s > now_s) {
+      if (std::max(copy->submitted_s, worker_free_s) > now_s) {
         return;
       }
       copy->begun = true;
-      copy->begin_s = std::max(picked_s - kSlackSeconds, free_at_s_);
-      copy->end_s = copy->begin_s + static_cast<double>(copy->bytes) / bytes_per_s_;
+      copy->begin_s = begin_of(*copy, worker_free_s, free_at_s_);
+      copy->end_s = copy->begin_s + seconds_of(*copy);
       free_at_s_ = copy->end_s;
     }
     worker_free_s = copy->end_s;
@@ -56,9 +58,23 @@ std::vector<VirtualCopyPtr> VirtualLane::take_ended(double now_s) {
   return ended;
 }
 
-double VirtualLane::end_of(const VirtualCopy& copy) {
-  begin_next(std::numeric_limits<double>::infinity());
-  return copy.end_s;
+double VirtualLane::end_of(const VirtualCopy& copy) const {
+  double end_s = copy.end_s;
+  double link_free_s = free_at_s_;
+  double worker_free_s = 0;
+  for (const auto& each : queue_) {
+    if (each->cancelled) {
+      continue;
+    }
+    end_s =
+        each->begun ? each->end_s : begin_of(*each, worker_free_s, link_free_s) + seconds_of(*each);
+    link_free_s = std::max(link_free_s, end_s);
+    worker_free_s = end_s;
+    if (each.get() == &copy) {
+      break;
+    }
+  }
+  return end_s;
 }
 
 int64_t VirtualLane::queued_bytes(double now_s) const {

@@ -17,6 +17,7 @@ struct VirtualCopy {
   double end_s = 0;
   bool begun = false;
   bool cancelled = false;
+  bool forgotten = false;  // nobody needs it, and it has begun
 
   bool ended(double now_s) const { return cancelled || (begun && end_s <= now_s); }
 };
@@ -31,13 +32,19 @@ class VirtualLane {
   // What has ended by now, in that order; each copy is returned once.
   std::vector<VirtualCopyPtr> take_ended(double now_s);
   // When a copy ends, if none before it is cancelled any more.
-  double end_of(const VirtualCopy& copy);
+  double end_of(const VirtualCopy& copy) const;
   VirtualCopyPtr first() const { return queue_.empty() ? nullptr : queue_.front(); }
 
   int64_t queued_bytes(double now_s) const;
   double seconds_per_byte() const { return 1 / bytes_per_s_; }
 
  private:
+  // When the next copy of the queue begins that has not, if the worker is free from then on, and
+  // the link from then on.
+  static double begin_of(const VirtualCopy& copy, double worker_free_s, double link_free_s);
+  double seconds_of(const VirtualCopy& copy) const {
+    return static_cast<double>(copy.bytes) / bytes_per_s_;
+  }
   void begin_next(double now_s);
 
   double bytes_per_s_;

@@ -1,6 +1,7 @@
 #include "simulate/virtual_step.h"
 
 #include <algorithm>
+#include <set>
 #include <stdexcept>
 
 #include "walk/follow.h"
@@ -56,6 +57,8 @@ void StepColumns::check() const {
   require(std::all_of(saved.begin(), saved.end(),
                       [values](int64_t value) { return value >= 0 && value < values; }),
           "what is saved is no value");
+  require(std::set<int64_t>(saved.begin(), saved.end()).size() == saved.size(),
+          "a value is saved twice");
   check_lists(reads, n_ops(), values);
   check_lists(uses, n_saved(), ticks + 1);
   check_lists(recipe_ops, n_saved(), n_ops());
@@ -137,6 +140,7 @@ VirtualTotals VirtualStep::run() {
   if (as_written()) {
     schedule_.end(/*still=*/true, *this);
   }
+  now_.tick = now_.begin_tick + step_.ticks;
   emit(EventKind::Step, nullptr, 0, 0, -1);
   totals_.seconds = clock_s_ - begin_s;
   return totals_;
@@ -194,11 +198,13 @@ void VirtualStep::behind(int64_t op) {
     pack(index);
   }
   level_bytes_ = step_.behind_bytes[at(op)];
+  const int64_t least =
+      std::min(level_bytes_, op + 1 < step_.n_ops() ? step_.ordinary_bytes[at(op + 1)] : 0);
   bool first = true;
   for (const auto& asked : asked_[at(op)]) {
     Page& each = pages_[at(asked.index)];
     if (asked.what != Ask::Use) {
-      level_bytes_ -= each.bytes;
+      level_bytes_ = std::max(level_bytes_ - each.bytes, least);
       if (each.managed) {
         release(each);
       }
@@ -346,6 +352,9 @@ void VirtualStep::reap() {
     return;
   }
   for (const auto& copy : out_.take_ended(clock_s_)) {
+    if (copy->forgotten) {
+      give_back(*copy);
+    }
     if (!copy->cancelled) {
       log(LogKind::CopyOut, copy->value, copy->bytes, copy->begin_s, copy->end_s);
     }
@@ -422,13 +431,13 @@ bool VirtualStep::write_back(Row& row) {
   if (!device_.swaps() || each.copy != nullptr || each.candidate < 0 || !is_alone(each) ||
       is_refused(each)) {
     if (each.copy != nullptr) {
-      coming_.push_back(&each);
+      coming_.push_back(each.copy);
     }
     return each.copy != nullptr;
   }
   for (Page* other : candidates_) {  // what came back can do without its copy
     if (host_used_bytes_ + each.bytes > device_.host_bytes && other->copy != nullptr &&
-        other->frees > 0) {
+        other->copy->ended(clock_s_) && other->frees > 0) {
       forget_copy(*other);
     }
   }
@@ -438,13 +447,13 @@ bool VirtualStep::write_back(Row& row) {
   }
   host_used_bytes_ += each.bytes;
   each.copy = out_.submit(each.value, each.bytes, clock_s_);
-  coming_.push_back(&each);
+  coming_.push_back(each.copy);
   return true;
 }
 
 bool VirtualStep::wait() {
   if (!coming_.empty()) {
-    wait_until(out_.end_of(*coming_.front()->copy), totals_.out_stall_s);
+    wait_until(out_.end_of(*coming_.front()), totals_.out_stall_s);
     return true;
   }
   if (const VirtualCopyPtr first = in_.first()) {
@@ -494,6 +503,7 @@ void VirtualStep::begin_in(Page& each) {
   }
   each.place = Place::OnTheWay;
   away_bytes_ -= each.bytes;
+  note_peak(live_bytes());
   each.arrival = in_.submit(each.value, each.bytes, clock_s_);
 }
 
@@ -508,24 +518,31 @@ void VirtualStep::bring_back(Page& each) {
 
 // False: an early one, for which there is no room.
 bool VirtualStep::rebuild(Page& each, bool early) {
-  for (;;) {
-    Rerun rerun;
-    if (!collect(each, rerun)) {
-      for (Page* wanted : rerun.wanted) {
-        if (wanted->place == Place::Below) {
-          look_ahead(wanted->bytes);
-          begin_in(*wanted);
-        }
+  std::vector<Page*> held;  // what came back for it: else making room for one would free another
+  Rerun rerun;
+  while (!collect(each, rerun)) {
+    for (Page* wanted : rerun.wanted) {
+      if (wanted->place == Place::Below) {
+        look_ahead(wanted->bytes);
+        begin_in(*wanted);
       }
-      for (Page* wanted : rerun.wanted) {
-        while (wanted->place != Place::Device) {
-          bring_back(*wanted);
-        }
-      }
-      continue;
     }
-    return run_again(rerun, each, early);
+    for (Page* wanted : rerun.wanted) {
+      while (is_below(*wanted)) {
+        bring_back(*wanted);
+      }
+      if (wanted->place == Place::Device) {  // else it was dropped meanwhile, for another of them
+        ++wanted->pins;
+        held.push_back(wanted);
+      }
+    }
+    rerun = Rerun();
   }
+  const bool whole = run_again(rerun, each, early);
+  for (Page* back : held) {
+    --back->pins;
+  }
+  return whole;
 }
 
 // Fills the rerun with the ops that make a page again from what is there. False: some of that has
@@ -545,7 +562,7 @@ bool VirtualStep::collect(Page& root, Rerun& rerun) {
         continue;
       }
       seen[at(parent)] = 1;
-      if (from.place == Place::Below || from.place == Place::OnTheWay) {
+      if (is_below(from)) {
         rerun.wanted.push_back(&from);
       } else if (from.place == Place::Nowhere || step_.released_at[at(parent)] < now_.position()) {
         todo.push_back(parent);
@@ -646,9 +663,17 @@ void VirtualStep::forget_copy(Page& each) {
   if (each.copy == nullptr) {
     return;
   }
-  out_.cancel(*each.copy, clock_s_);
+  if (out_.cancel(*each.copy, clock_s_) || each.copy->ended(clock_s_)) {
+    give_back(*each.copy);
+  } else {
+    each.copy->forgotten = true;  // it runs to its end, and holds its block until then
+  }
   each.copy.reset();
-  host_used_bytes_ -= each.bytes;
+}
+
+void VirtualStep::give_back(VirtualCopy& copy) {
+  copy.forgotten = false;
+  host_used_bytes_ -= copy.bytes;
   ++returned_;
 }
 

@@ -189,6 +189,9 @@ class VirtualStep final : private Carrier, private Writer, private Mover {
   static const Page& page(const Row& row) { return static_cast<const Page&>(row); }
   bool as_written() const { return plan_ != nullptr && plan_->as_written; }
   bool is_alone(const Page& page) const;
+  static bool is_below(const Page& page) {
+    return page.place == Place::Below || page.place == Place::OnTheWay;
+  }
   int64_t live_bytes() const { return level_bytes_ - away_bytes_ + passing_bytes_; }
   int64_t next_use_of(Page& page) const;
   Page* page_with(int64_t id);  // null: it was of a step before, or is no page
@@ -205,6 +208,7 @@ class VirtualStep final : private Carrier, private Writer, private Mover {
   void ask(Page& page);
   void release(Page& page);
   void forget_copy(Page& page);
+  void give_back(VirtualCopy& copy);  // its block of host memory
   void begin_in(Page& page);
   void bring_back(Page& page);
   bool rebuild(Page& page, bool early);
@@ -241,7 +245,7 @@ class VirtualStep final : private Carrier, private Writer, private Mover {
   int64_t returned_ = 0;  // blocks of host memory that came back
   VirtualLane out_;
   VirtualLane in_;
-  std::vector<Page*> coming_;  // whose copies out this walk needs
+  std::vector<VirtualCopyPtr> coming_;  // copies out that this walk needs
   Returns returns_;
   WriteBacks write_backs_;
   WrittenPlan schedule_;

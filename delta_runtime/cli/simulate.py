@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,8 @@ def simulate(options: argparse.Namespace) -> str:
         policies = _chosen(options.policies)
         links = links_of(options.link_bytes_per_s, graph)
         host_bytes = _host_bytes(options.host_budget)
+        if links is not None:
+            links = replace(links, store_bytes=host_bytes)  # so that plans know of it
         steps = {
             name: _simulated(name, graph, budget_bytes, links, host_bytes) for name in policies
         }

@@ -271,10 +271,22 @@ class StepGraph:
         for name in ("value_bytes", "op_watermark_bytes", "op_ordinary_bytes", "op_seconds"):
             if not (getattr(self, name) >= 0).all():
                 raise ValueError(f"{name} holds something negative, or no number")
+        self._check_ticks()
         if (self.op_replay_seconds < 0).any():
             raise ValueError("op_replay_seconds holds something negative")
         if not isinstance(self.contracted, bool):
             raise ValueError("contracted is neither true nor false")
+
+    def _check_ticks(self) -> None:
+        if isinstance(self.ticks, bool) or not isinstance(self.ticks, int):
+            raise ValueError("ticks is no number of ticks")
+        for name in ("op_tick", "uses", "saved_at"):
+            column = getattr(self, name)
+            if ((column < 0) | (column > self.ticks)).any():
+                raise ValueError(f"{name} has a tick outside of the step")
+        for name in ("alone_at", "released_at"):
+            if (getattr(self, name) < 0).any():
+                raise ValueError(f"{name} has a tick before the step")
 
 
 _COLUMN_TYPES: Mapping[str, Any] = {

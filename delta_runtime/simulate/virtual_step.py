@@ -7,6 +7,8 @@ of such a step, and what is not.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,8 +156,8 @@ class VirtualStep:
     ) -> None:
         if compiled.simulate is None:
             raise UsageError(
-                "Simulating needs the extension.",
-                change="Import delta_runtime first, which loads it.",
+                "Simulating needs the extension, which is not loaded.",
+                change="Import delta_runtime.extension: that loads it, or says what is missing.",
             )
         if graph.contracted:
             raise UsageError(
@@ -181,7 +183,8 @@ class VirtualStep:
         self._tick_s = graph.seconds / max(graph.n_ops, 1)
         self._is_ranked = plan is None and not policy.plans and policy.filter is not None
         if self._is_ranked:
-            self._step.set_pump(self._rank)
+            rank = weakref.WeakMethod(self._rank)  # the device must not keep this alive
+            self._step.set_pump(lambda need_bytes: _ask(rank, need_bytes))
 
     def run(self) -> SimulatedStep:
         """Go through one step; lanes and clock go on from the one before."""
@@ -208,6 +211,12 @@ class VirtualStep:
 
     def _take_in(self) -> None:
         self._ledger.handle(np.frombuffer(self._step.drain_events(), EVENT_DTYPE))
+
+
+def _ask(rank: weakref.WeakMethod[Callable[[int], None]], need_bytes: int) -> None:
+    asked = rank()
+    if asked is not None:
+        asked(need_bytes)
 
 
 def _columns(graph: StepGraph, recipes: Recipes) -> Any:

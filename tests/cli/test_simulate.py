@@ -91,3 +91,33 @@ def test_a_wrong_call_says_what_is_wrong(recorded_chain, capsys, more, text):
         main(["simulate", recorded_chain, "--budget", "70%", *more])
     assert ended.value.code == 2
     assert text in " ".join(capsys.readouterr().err.split())
+
+
+def test_plans_know_how_much_host_memory_there_is(recorded_chain, capsys):
+    call = ["simulate", recorded_chain, "--budget", "50%", "--policies", "swap", *LINK]
+    assert main(call) == 0
+    assert rows_of(capsys.readouterr().out)["swap"][0] == "yes"
+    assert main([*call, "--host-budget", "8MiB"]) == 0
+    assert "Left out: swap (no plan" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "text"),
+    [
+        ("uses", [1000] * 12, "uses has a tick outside of the step"),
+        ("released_at", [-5] * 12, "released_at has a tick before the step"),
+        ("ticks", "x", "ticks is no number of ticks"),
+        ("ticks", 3, "op_tick has a tick outside of the step"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["simulate", "plan"])
+def test_a_damaged_file_is_refused(verb, tmp_path, capsys, column, value, text):
+    damaged = json.loads(GRAPH.to_json())
+    assert column in damaged
+    damaged[column] = value
+    path = tmp_path / "damaged.json"
+    path.write_text(json.dumps(damaged))
+    with pytest.raises(SystemExit) as ended:
+        main([verb, str(path), "--budget", "70%"])
+    assert ended.value.code == 2
+    assert text in " ".join(capsys.readouterr().err.split())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +14,8 @@ from hypothesis import strategies as st
 import delta_runtime.extension  # noqa: F401  the simulator is in C++
 from delta_runtime.core import compiled
 from delta_runtime.core.errors import UsageError
-from delta_runtime.core.plan import Plan
+from delta_runtime.core.events import Exit
+from delta_runtime.core.plan import Interval, Plan
 from delta_runtime.core.transfer import Links
 from delta_runtime.online.policies import get_policy
 from delta_runtime.planners import joint, rotor
@@ -25,10 +28,11 @@ from tests.planners.random_plans import (
     graphs,
     random_presence,
     with_backward_workspaces,
+    with_other_asks,
     with_what_is_read,
 )
 from tests.support.recorded_steps import recorded
-from tests.support.step_graphs import TINY, chain
+from tests.support.step_graphs import TINY, Op, chain, step_graph
 
 MIB = 1024**2
 FAST, SLOW = Links(1e12, 1e12), Links(200 * MIB, 200 * MIB)
@@ -87,18 +91,113 @@ def test_written_plans_take_the_seconds_that_the_judge_says(graph, seed):
 @given(st.one_of(graphs(), blocks()), st.floats(0.2, 1.0))
 @settings(max_examples=200)
 def test_without_a_plan_it_drops_until_the_budget_is_kept_or_says_that_it_is_not(graph, share):
-    graph = replace(  # so large that the allocator's slack is nothing
-        graph,
-        value_bytes=graph.value_bytes * MIB,
-        op_watermark_bytes=graph.op_watermark_bytes * MIB,
-        op_ordinary_bytes=graph.op_ordinary_bytes * MIB,
-    )
+    graph = large(graph)
     budget_bytes = int(share * graph.peak_bytes)
     step = VirtualStep(graph, None, budget_bytes).run()
     over = step.peak_bytes > budget_bytes
     assert not over or step.shortfall_bytes > 0
     assert step.peak_bytes <= graph.peak_bytes + step.shortfall_bytes
     assert step.seconds == pytest.approx(graph.seconds + step.rebuild_s, abs=1e-9)
+
+
+def large(graph):
+    """The same step with megabytes for bytes: the allocator's slack is nothing beside them."""
+    return replace(
+        graph,
+        value_bytes=graph.value_bytes * MIB,
+        op_watermark_bytes=graph.op_watermark_bytes * MIB,
+        op_ordinary_bytes=graph.op_ordinary_bytes * MIB,
+    )
+
+
+@given(
+    st.one_of(graphs(), blocks()),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["auto", "swap", "delta", "capuchin"]),
+    st.floats(0.0, 0.9),
+    st.floats(0.05, 0.5),
+    st.sampled_from([10, 100, 1000, 10**6]),
+)
+@settings(max_examples=300)
+def test_lanes_short_budgets_and_little_host_memory_keep_the_account(
+    graph, seed, policy, share, host_share, mib_per_s
+):
+    rng = np.random.default_rng(seed)
+    graph = large(with_other_asks(with_backward_workspaces(graph, rng), rng))
+    graph = replace(graph, op_seconds=graph.op_seconds * 10.0 ** rng.integers(-4, 2, graph.n_ops))
+    budget_bytes = max(1, int(share * graph.peak_bytes))
+    host_bytes = max(1, int(host_share * graph.activation_bytes))
+    virtual = VirtualStep(
+        graph,
+        None,
+        budget_bytes,
+        policy=get_policy(policy),
+        links=Links(mib_per_s * MIB, mib_per_s * MIB),
+        host_bytes=host_bytes,
+    )
+    for _ in range(3):
+        step = virtual.run()
+        took_s = graph.seconds + step.rebuild_s + step.stall_s
+        assert step.seconds == pytest.approx(took_s, rel=1e-6, abs=1e-9)
+        assert step.peak_bytes <= budget_bytes or step.shortfall_bytes > 0
+        for column in ("bytes", "dropped_bytes", "swapped_bytes"):
+            assert (step.log[column] >= 0).all()
+        assert (step.log["swapped_bytes"] <= host_bytes).all()
+
+
+def test_host_memory_that_is_short_holds_no_copy_that_a_walk_waits_for():
+    ops = [Op((i - 1,) if i else (), (MIB,), tuple(range(max(0, i - 3), i + 1))) for i in range(6)]
+    links = Links(100 * MIB, 100 * MIB)
+    step = VirtualStep(step_graph(ops), None, 3 * MIB, links=links, host_bytes=2 * MIB).run()
+    assert step.swap_outs > 0
+
+
+@pytest.mark.parametrize("policy", ["delta", "capuchin"])
+def test_what_a_rerun_starts_from_comes_back_once_where_there_is_no_room_for_all_of_it(policy):
+    graph = recorded("gpt")
+    links = Links(3e9, 3e9)
+    budget_bytes = int(0.35 * graph.peak_bytes)
+    step = VirtualStep(graph, None, budget_bytes, policy=get_policy(policy), links=links).run()
+    assert step.shortfall_bytes > 0 and step.peak_bytes > budget_bytes
+
+
+def test_what_comes_back_and_goes_again_between_two_ops_counts():
+    """Two values of 8 MiB are asked for and let go of behind one op, beside 8 MiB that are live there."""
+    size = 8 * MIB
+    ops = [Op((), (size,), (0,), asked=False), Op((0,), (size,), (1,), asked=False)]
+    ops += [Op((), (MIB,), ())] * 4 + [Op((), (size,), ())] + [Op((), (MIB,), ())] * 2
+    graph = step_graph(ops)
+    graph = replace(
+        graph,
+        op_ordinary_bytes=np.array([0, 8, 16, 16, 16, 16, 16, 24, 8]) * MIB,
+        uses=np.array([7, 7]),
+        use_offsets=np.array([0, 1, 2]),
+        released_at=np.array([7, 7]),
+        alone_at=np.array([2, 2]),
+    )
+    for way in (Exit.DROP, Exit.SWAP):
+        back_at = 6 if way == Exit.SWAP else -1
+        intervals = [[] for _ in range(graph.n_values)]
+        for value in (0, 1):
+            intervals[value] = [Interval(value, 2, way, back_at), Interval(7, graph.ticks)]
+        plan = Plan.of(
+            intervals,
+            weights=np.ones(graph.n_values),
+            predicted_seconds=0.0,
+            predicted_peak_bytes=0,
+            as_written=True,
+        )
+        assert VirtualStep(graph, plan, 0, links=FAST).run().peak_bytes == 24 * MIB
+
+
+@pytest.mark.parametrize("policy", ["auto", "lru"])
+def test_it_goes_when_nobody_needs_it_any_more(policy):
+    virtual = VirtualStep(TINY["chain"], None, 16 * MIB, policy=get_policy(policy))
+    virtual.run()
+    gone = weakref.ref(virtual)
+    del virtual
+    gc.collect()
+    assert gone() is None
 
 
 def test_it_does_the_same_each_time():
