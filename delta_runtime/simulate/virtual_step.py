@@ -8,7 +8,6 @@ of such a step, and what is not.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -213,7 +212,7 @@ class VirtualStep:
         self._ledger.handle(np.frombuffer(self._step.drain_events(), EVENT_DTYPE))
 
 
-def _ask(rank: weakref.WeakMethod[Callable[[int], None]], need_bytes: int) -> None:
+def _ask(rank: weakref.WeakMethod[Any], need_bytes: int) -> None:
     asked = rank()
     if asked is not None:
         asked(need_bytes)
