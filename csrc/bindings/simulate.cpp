@@ -48,7 +48,7 @@ StepColumns step_columns(const Ints& op_tick, const Floats& op_seconds, const Fl
 
 VirtualDevice virtual_device(int64_t budget_bytes, bool drops, double out_bytes_per_s,
                              double in_bytes_per_s, int64_t host_bytes, int64_t min_bytes,
-                             int distance, int default_weight) {
+                             bool is_cpu, int distance, int default_weight) {
   VirtualDevice device;
   device.budget_bytes = budget_bytes;
   device.drops = drops;
@@ -56,6 +56,7 @@ VirtualDevice virtual_device(int64_t budget_bytes, bool drops, double out_bytes_
   device.in_bytes_per_s = in_bytes_per_s;
   device.host_bytes = host_bytes;
   device.min_bytes = min_bytes;
+  device.is_cpu = is_cpu;
   device.distance = static_cast<Distance>(distance);
   device.default_weight = static_cast<DefaultWeight>(default_weight);
   return device;
@@ -92,19 +93,20 @@ void bind_simulate(py::module_& m) {
       .def_readonly("shortfall_bytes", &VirtualTotals::shortfall_bytes)
       .def_readonly("plan_overdue", &VirtualTotals::plan_overdue);
   py::class_<VirtualStep>(simulate, "VirtualStep")
-      .def(py::init([](const StepColumns& step, std::shared_ptr<Plan> plan, int64_t budget_bytes,
-                       bool drops, double out_bytes_per_s, double in_bytes_per_s,
-                       int64_t host_bytes, int64_t min_bytes, int distance, int default_weight) {
-             return std::make_unique<VirtualStep>(
-                 step,
-                 virtual_device(budget_bytes, drops, out_bytes_per_s, in_bytes_per_s, host_bytes,
-                                min_bytes, distance, default_weight),
-                 std::move(plan));
-           }),
-           py::arg("step"), py::arg("plan").none(true), py::kw_only(), py::arg("budget_bytes"),
-           py::arg("drops") = true, py::arg("out_bytes_per_s") = 0.0,
-           py::arg("in_bytes_per_s") = 0.0, py::arg("host_bytes") = 0, py::arg("min_bytes") = 4096,
-           py::arg("distance") = 2, py::arg("default_weight") = 0)
+      .def(
+          py::init([](const StepColumns& step, std::shared_ptr<Plan> plan, int64_t budget_bytes,
+                      bool drops, double out_bytes_per_s, double in_bytes_per_s, int64_t host_bytes,
+                      int64_t min_bytes, bool is_cpu, int distance, int default_weight) {
+            return std::make_unique<VirtualStep>(
+                step,
+                virtual_device(budget_bytes, drops, out_bytes_per_s, in_bytes_per_s, host_bytes,
+                               min_bytes, is_cpu, distance, default_weight),
+                std::move(plan));
+          }),
+          py::arg("step"), py::arg("plan").none(true), py::kw_only(), py::arg("budget_bytes"),
+          py::arg("drops") = true, py::arg("out_bytes_per_s") = 0.0,
+          py::arg("in_bytes_per_s") = 0.0, py::arg("host_bytes") = 0, py::arg("min_bytes") = 4096,
+          py::arg("is_cpu") = false, py::arg("distance") = 2, py::arg("default_weight") = 0)
       .def(
           "set_pump",
           [](VirtualStep& step, py::function pump) {

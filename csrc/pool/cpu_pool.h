@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "util/rounding.h"
+
 namespace delta {
 namespace cpu_pool {
 
@@ -21,9 +23,6 @@ struct Limits {
   int64_t soft_limit_bytes = 0;  // 0: none. Above it the rescue is asked for room.
   int64_t capacity_bytes = 0;    // 0: none. Above it the allocation raises OutOfMemoryError.
 };
-
-// malloc rounds up: the most that it takes beyond what is asked. So much more has to be free.
-constexpr int64_t most_rounding_bytes(int64_t bytes) { return bytes >= 65536 ? 4096 + 64 : 128; }
 
 void install();  // idempotent
 bool installed();

@@ -10,6 +10,7 @@
 #include "rebuild/quiet.h"
 #include "util/bytes_of.h"
 #include "util/errors.h"
+#include "util/rounding.h"
 #include "util/signals.h"
 #include "util/streams.h"
 
@@ -41,7 +42,7 @@ struct ShortOfRoom {};
 int64_t room_for(const OpRecord& op) {
   int64_t bytes = op.watermark_bytes;
   for (const auto& out : op.outputs) {
-    bytes += op.device.is_cpu() ? cpu_pool::most_rounding_bytes(out.bytes) : 0;
+    bytes += op.device.is_cpu() ? most_rounding_bytes(out.bytes) : 0;
   }
   for (const auto& ref : op.inputs) {
     bytes += ref.write == Write::InPlace ? ref.value->bytes : 0;

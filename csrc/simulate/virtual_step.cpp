@@ -4,6 +4,7 @@
 #include <set>
 #include <stdexcept>
 
+#include "util/rounding.h"
 #include "walk/follow.h"
 #include "walk/tuning.h"
 
@@ -582,6 +583,15 @@ bool VirtualStep::collect(Page& root, Rerun& rerun) {
   return rerun.wanted.empty();
 }
 
+// Bytes that an op has to find when it runs again: rounding can be refused too.
+int64_t VirtualStep::need_again(int64_t op) const {
+  int64_t bytes = step_.watermark_bytes[at(op)];
+  for (const int64_t value : makes_.of(op)) {
+    bytes += device_.is_cpu ? most_rounding_bytes(step_.value_bytes[at(value)]) : 0;
+  }
+  return bytes;
+}
+
 bool VirtualStep::run_again(Rerun& rerun, Page& root, bool early) {
   const double begin_s = clock_s_;
   const double stalled_s = totals_.in_stall_s + totals_.out_stall_s;
@@ -598,7 +608,7 @@ bool VirtualStep::run_again(Rerun& rerun, Page& root, bool early) {
   for (size_t i = 0; i < rerun.ops.size(); ++i) {
     const int64_t op = rerun.ops[i];
     const int64_t watermark = step_.watermark_bytes[at(op)];
-    if (whole && look_ahead(watermark) > 0 && early) {
+    if (whole && look_ahead(need_again(op)) > 0 && early) {
       whole = false;
     }
     if (whole) {

@@ -81,6 +81,7 @@ struct VirtualDevice {
   double in_bytes_per_s = 0;
   int64_t host_bytes = 0;  // most that is swapped to
   int64_t min_bytes = 4096;
+  bool is_cpu = false;  // its allocator rounds up as malloc does
   Distance distance = Distance::NextUse;
   DefaultWeight default_weight = DefaultWeight::SecondsPerByte;
 
@@ -213,6 +214,7 @@ class VirtualStep final : private Carrier, private Writer, private Mover {
   void bring_back(Page& page);
   bool rebuild(Page& page, bool early);
   bool collect(Page& root, Rerun& rerun);
+  int64_t need_again(int64_t op) const;
   bool run_again(Rerun& rerun, Page& root, bool early);
   void install(Page& page);
   void add_candidate(Page& page);

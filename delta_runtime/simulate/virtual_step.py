@@ -175,6 +175,7 @@ class VirtualStep:
             in_bytes_per_s=self._links.in_bytes_per_s if known else 0.0,
             host_bytes=self._host_bytes,
             min_bytes=min_bytes,
+            is_cpu=graph.recorded_on is not None and graph.recorded_on.device == "cpu",
             distance=int(policy.distance),
             default_weight=int(policy.default_weight),
         )

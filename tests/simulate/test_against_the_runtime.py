@@ -1,12 +1,10 @@
 """The simulator does what the runtime does: the same values leave at the same ops, by the same way.
 
-To nine tenths of their bytes: once in many runs on a busy machine the runtime dropped one value more, under a tight
-budget. Why is not known; in all others every value was dropped alike.
+A step in which an allocation itself had to ask for room is left out: the simulator does not know the allocations within
+an op. With a little more of a budget there is none.
 """
 
 from __future__ import annotations
-
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -23,6 +21,7 @@ from delta_runtime.simulate.virtual_step import VirtualStep
 
 DROP, FREE = 4, 5  # LogKind in csrc/simulate/virtual_step.h
 LINK_BYTES_PER_S = 2e9
+_MOST_ATTEMPTS = 5
 
 
 @pytest.fixture(autouse=True)
@@ -50,27 +49,37 @@ def followed(state, policy, share, link_bytes_per_s=None):
     return np.concatenate(heard), began, step
 
 
-def share_dropped_alike(events, began, step):
-    """Return the share of the bytes that were dropped of the same value at the same op."""
+def drops(events, began, step):
+    """Return what was dropped, and what was thought to be: ticks of the step and values, in order."""
     dropped = events[events["kind"] == int(EventKind.DROPPED)]
     thought = step.log[step.log["kind"] == DROP]
     assert len(thought) > 0
-    columns = (dropped["tick"] - began, dropped["key"], dropped["bytes"])
-    real = Counter(zip(*(each.tolist() for each in columns), strict=True))
-    columns = (thought["tick"], thought["number"], thought["bytes"])
-    virtual = Counter(zip(*(each.tolist() for each in columns), strict=True))
-    both, either = (
-        sum(count * size for (_, _, size), count in each.items())
-        for each in (real & virtual, real | virtual)
+    return (
+        list(zip((dropped["tick"] - began).tolist(), dropped["key"].tolist(), strict=True)),
+        list(zip(thought["tick"].tolist(), thought["number"].tolist(), strict=True)),
     )
-    return both / either
+
+
+def without_rescue(attempt):
+    """Return what the first of a few attempts gives in which no allocation asked for room.
+
+    Args:
+        attempt: trains and simulates; its argument counts from 0, and each has another budget.
+    """
+    for number in range(_MOST_ATTEMPTS):
+        events, began, step = attempt(number)
+        if not (events["kind"] == int(EventKind.RESCUE)).any():
+            return events, began, step
+    raise AssertionError("each time an allocation asked for room")
 
 
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.4])
 @pytest.mark.parametrize("model", ["tiny_gpt", "tiny_resnet"])
 def test_the_same_values_are_dropped_at_the_same_ops(model, share):
-    events, began, step = followed(BENCH_WORKLOADS[model].build(SEED), "recompute", share)
-    assert share_dropped_alike(events, began, step) >= 0.9
+    state = BENCH_WORKLOADS[model].build(SEED)
+    found = without_rescue(lambda number: followed(state, "recompute", share + 0.01 * number))
+    dropped, thought = drops(*found)
+    assert dropped == thought
 
 
 @pytest.mark.parametrize("model", ["tiny_gpt", "tiny_resnet"])
@@ -106,5 +115,5 @@ def test_without_a_plan_the_same_values_are_dropped_at_the_same_ops(policy, shar
     virtual = VirtualStep(graph, None, budget_bytes, policy=get_policy(policy))
     for _ in range(steps):
         step = virtual.run()
-    events = np.concatenate(heard)
-    assert share_dropped_alike(events, began, step) >= 0.9
+    dropped, thought = drops(np.concatenate(heard), began, step)
+    assert dropped == thought
