@@ -32,7 +32,7 @@ from delta_runtime.act.tiers import Tiers
 from delta_runtime.budget_relief import DIFFERS_BYTES
 from delta_runtime.config import Config
 from delta_runtime.core.errors import BudgetInfeasible, RecomputeMismatch
-from delta_runtime.core.events import Bounds, Distance, Place, Shortfall
+from delta_runtime.core.events import TRACE_DTYPE, Bounds, Distance, Place, Shortfall
 from delta_runtime.core.interrupts import Interrupted
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.units import format_bytes
@@ -47,7 +47,7 @@ from delta_runtime.pump import Pump
 from delta_runtime.record.step_log import read_step_graph
 from delta_runtime.report.step_report import StepTotals
 from delta_runtime.report.step_warnings import StepWarnings
-from delta_runtime.report.trace import TRACE_DTYPE, Trace
+from delta_runtime.report.trace import Trace
 from delta_runtime.standing_aside import StandingAside
 
 logger = logging.getLogger(__name__)

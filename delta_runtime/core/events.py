@@ -89,6 +89,19 @@ EVENT_DTYPE = np.dtype(
 )
 """One event, 48 bytes, as the C++ event queue lays it out."""
 
+TRACE_DTYPE = np.dtype(
+    [
+        ("kind", "<i8"),
+        ("name", "<u8"),
+        ("bytes", "<i8"),
+        ("dropped_bytes", "<i8"),
+        ("swapped_bytes", "<i8"),
+        ("begin_s", "<f8"),
+        ("end_s", "<f8"),
+    ]
+)
+"""One row of the extension's trace; `TraceRow` in csrc/util/rows.h."""
+
 
 class Place(enum.IntEnum):
     """Where the bytes of a page are, by the ledger. Bytes are on the device until a copy of them is done."""

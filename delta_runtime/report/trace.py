@@ -17,22 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from delta_runtime.core.errors import UsageError
+from delta_runtime.core.events import TRACE_DTYPE
 
 MOST_STEPS = 20
 """Steps that a trace holds: the last ones."""
-
-TRACE_DTYPE = np.dtype(
-    [
-        ("kind", "<i8"),
-        ("name", "<u8"),
-        ("bytes", "<i8"),
-        ("dropped_bytes", "<i8"),
-        ("swapped_bytes", "<i8"),
-        ("begin_s", "<f8"),
-        ("end_s", "<f8"),
-    ]
-)
-"""One row of the extension's trace; `TraceRow` in csrc/util/rows.h."""
 
 
 class TraceKind(enum.IntEnum):

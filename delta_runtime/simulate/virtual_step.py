@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from delta_runtime.core import compiled
 from delta_runtime.core.errors import UsageError
-from delta_runtime.core.events import EVENT_DTYPE, Place
+from delta_runtime.core.events import EVENT_DTYPE, TRACE_DTYPE, Place
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.plan_columns import columns_of
 from delta_runtime.core.recipes import Recipes, recipes_of
@@ -44,19 +44,6 @@ LOG_DTYPE = np.dtype(
 )
 """One row of what happened; `LogRow` in csrc/simulate/virtual_step.h."""
 _OP, _COPY_IN = 0, 3  # of what takes time; the same numbers as in the runtime's trace
-
-_TRACE_DTYPE = np.dtype(
-    [
-        ("kind", "<i8"),
-        ("name", "<u8"),
-        ("bytes", "<i8"),
-        ("dropped_bytes", "<i8"),
-        ("swapped_bytes", "<i8"),
-        ("begin_s", "<f8"),
-        ("end_s", "<f8"),
-    ]
-)
-"""That of `TraceRow` in csrc/util/rows.h."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +95,7 @@ def trace_of(step: SimulatedStep, graph: StepGraph) -> tuple[npt.NDArray[Any], d
     """
     number = {name: index for index, name in enumerate(dict.fromkeys(graph.op_name))}
     log = step.log[step.log["kind"] <= _COPY_IN]
-    rows = np.zeros(len(log), _TRACE_DTYPE)
+    rows = np.zeros(len(log), TRACE_DTYPE)
     rows["kind"] = log["kind"]
     for column in ("bytes", "dropped_bytes", "swapped_bytes", "begin_s", "end_s"):
         rows[column] = log[column]

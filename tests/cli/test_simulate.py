@@ -10,8 +10,6 @@ import pytest
 from delta_runtime.cli.main import main
 from delta_runtime.cli.simulate import simulated
 from delta_runtime.online.policies import POLICIES
-from delta_runtime.report.trace import TRACE_DTYPE
-from delta_runtime.simulate import virtual_step
 from tests.cli.test_record_and_plan import rows_of
 from tests.support.step_graphs import chain
 
@@ -72,10 +70,6 @@ def test_the_trace_is_of_the_first_policy(recorded_chain, tmp_path, capsys):
         "op",
         "backward",
     }
-
-
-def test_the_rows_of_a_trace_are_those_of_the_runtime():
-    assert virtual_step._TRACE_DTYPE == TRACE_DTYPE
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from delta_runtime.core.errors import UsageError
-from delta_runtime.report.trace import MOST_STEPS, TRACE_DTYPE, Trace, TraceKind, chrome_trace
+from delta_runtime.core.events import TRACE_DTYPE
+from delta_runtime.report.trace import MOST_STEPS, Trace, TraceKind, chrome_trace
 
 
 def rows(*each: tuple) -> np.ndarray:
