@@ -75,20 +75,20 @@ class Program:
         return self.discriminator(made).square().mean()
 
 
-def replayed_ops(measured: str, between: str | None, budget: int | None) -> tuple[int, int]:
-    """The peak of a program that takes two kinds of turns, and the ops that the last of one ran again."""
+def rebuilt_bytes(measured: str, between: str | None, budget: int | None) -> tuple[int, int]:
+    """The peak of a program that takes two kinds of turns, and the bytes that the last of one made again."""
     program = Program()
     runtime = delta.Runtime(budget or "1GiB", policy="recompute" if budget else "off")
     with runtime:
         for _ in range(TURNS):
             if between is not None:
                 program.turn(getattr(program, between))
-            before = runtime.session.counters().replayed_ops
+            before = runtime.session.counters().rebuilt_bytes
             program.turn(getattr(program, measured))
-            ops = runtime.session.counters().replayed_ops - before
+            made = runtime.session.counters().rebuilt_bytes - before
     peak_bytes = runtime.report().totals.peak_bytes
     runtime.close()
-    return peak_bytes, ops
+    return peak_bytes, made
 
 
 @pytest.fixture
@@ -118,9 +118,9 @@ def test_a_turn_that_saves_other_tensors_costs_the_next_one_nothing(
     cpu_pool.install()
     gc.collect()
     base_bytes = cpu_pool.allocated_bytes()
-    ordinary_bytes, _ = replayed_ops(measured, None, None)
+    ordinary_bytes, _ = rebuilt_bytes(measured, None, None)
     budget = base_bytes + (ordinary_bytes - base_bytes) * 6 // 10
-    _, alone = replayed_ops(measured, None, budget)
-    peak_bytes, ops = replayed_ops(measured, between, budget)
-    assert 0 < ops <= 1.1 * alone
+    _, alone = rebuilt_bytes(measured, None, budget)
+    peak_bytes, made = rebuilt_bytes(measured, between, budget)
+    assert 0 < made <= 1.1 * alone
     assert peak_bytes <= budget
