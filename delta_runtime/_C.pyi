@@ -206,6 +206,7 @@ class Shielded:
 
 cpu_pool: ModuleType  # delta_runtime/cpu_pool.py has its functions
 planners: ModuleType  # Cover, Evaluation, PresenceSearch and RerunColumns, of csrc/planners
+dry_run: ModuleType  # enter, leave, is_entered, is_known: csrc/dry_run
 simulate: ModuleType  # StepColumns, Plan, VirtualStep and Totals, of csrc/simulate
 
 def place_of(ticket: Any) -> str: ...

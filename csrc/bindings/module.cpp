@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "bindings/callbacks.h"
+#include "bindings/dry_run.h"
 #include "bindings/errors.h"
 #include "bindings/planners.h"
 #include "bindings/session.h"
@@ -196,6 +197,7 @@ PYBIND11_MODULE(_C, m) {
   delta::bind_plan(m);
   delta::bind_planners(m);
   delta::bind_simulate(m);
+  delta::bind_dry_run(m);
   delta::bind_ticket(m);
   delta::bind_errors(m);
   if (!delta::bind_signals(m.ptr())) {

@@ -1,0 +1,133 @@
+"""A step whose ops compute nothing is recorded as the same step is that computes."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+import pytest
+import torch
+from torch import nn
+
+import delta_runtime as delta
+from delta_runtime import cpu_pool
+from delta_runtime.core.step_graph import StepGraph
+from delta_runtime.record.dry_run import NeedsValues, dry_run
+from tests.zoo.registry import ZOO
+
+_NEED_VALUES = {"mixtral": "one_hot", "wav2vec2": "ctc_loss"}
+"""Models whose shapes depend on numbers, and the line that shows it."""
+_WORKSPACES = ("lstm",)
+"""Models with an op that saves memory of a size that only its kernel knows."""
+_DRY = sorted(set(ZOO) - set(_NEED_VALUES) - set(_WORKSPACES))
+_PEAK_RTOL = 0.05
+
+
+def recorded(name: str, *, dry: bool) -> StepGraph:
+    """Return the record of one step of a model of the zoo."""
+    cpu_pool.install()
+    built = ZOO[name].build()
+    runtime = delta.Runtime(policy="off", device="cpu")
+    with dry_run() if dry else contextlib.nullcontext(), runtime:
+        built.loss(built.batch(0)).backward()
+    graph = runtime.graph()
+    runtime.close()
+    return graph
+
+
+@pytest.mark.parametrize("name", _DRY)
+def test_a_dry_step_is_recorded_as_the_real_one(name: str) -> None:
+    real, dry = recorded(name, dry=False), recorded(name, dry=True)
+    assert dry.op_name == real.op_name
+    assert dry.saved_bytes.tolist() == real.saved_bytes.tolist()
+    assert dry.activation_bytes == real.activation_bytes
+    assert dry.uses.tolist() == real.uses.tolist()
+    assert dry.fingerprint == real.fingerprint
+    assert dry.peak_bytes == pytest.approx(real.peak_bytes, rel=_PEAK_RTOL)
+
+
+@pytest.mark.parametrize("name", sorted(_NEED_VALUES))
+def test_a_step_that_needs_numbers_names_the_line(name: str) -> None:
+    with pytest.raises(NeedsValues, match=_NEED_VALUES[name]):
+        recorded(name, dry=True)
+
+
+def test_workspaces_of_unknown_size_are_the_only_difference() -> None:
+    for name in _WORKSPACES:
+        real, dry = recorded(name, dry=False), recorded(name, dry=True)
+        assert dry.op_name == real.op_name
+        assert dry.activation_bytes < real.activation_bytes
+
+
+def branch_on_a_loss(loss: torch.Tensor) -> None:
+    if loss > 0:
+        loss.backward()
+
+
+def print_a_loss(loss: torch.Tensor) -> None:
+    format(loss.item(), ".3f")
+
+
+def list_numbers(loss: torch.Tensor) -> None:
+    loss.tolist()
+
+
+def take_an_array(loss: torch.Tensor) -> None:
+    loss.detach().numpy()
+
+
+@pytest.mark.parametrize(
+    ("asks", "line"),
+    [
+        (branch_on_a_loss, "if loss > 0"),
+        (print_a_loss, "loss.item"),
+        (list_numbers, "loss.tolist"),
+        (take_an_array, "numpy"),
+    ],
+)
+def test_code_that_asks_for_numbers_is_told_its_line(asks, line: str) -> None:
+    model = nn.Linear(256, 256)
+    with dry_run():
+        loss = model(torch.randn(64, 256)).square().mean()
+        with pytest.raises(NeedsValues) as told:
+            asks(loss)
+    assert __file__ in str(told.value)
+    assert line in str(told.value)
+
+
+def test_what_is_known_computes() -> None:
+    with dry_run():
+        mask = torch.arange(16) % 3 == 0
+        assert int(mask.sum()) == 6
+        assert mask.nonzero().flatten().tolist() == [0, 3, 6, 9, 12, 15]
+        step = torch.tensor(0.0)
+        step += 1
+        assert step.item() == 1.0
+
+
+def test_afterwards_all_is_as_before() -> None:
+    readers = [vars(torch.Tensor).get(name) for name in ("tolist", "numpy", "__array__")]
+    with dry_run():
+        torch.randn(512, 512) @ torch.randn(512, 512)
+    assert [vars(torch.Tensor).get(name) for name in ("tolist", "numpy", "__array__")] == readers
+    torch.manual_seed(0)
+    first = torch.randn(300, 300)
+    torch.manual_seed(0)
+    assert torch.equal(first, torch.randn(300, 300))
+    assert (first @ first).abs().sum() > 0
+
+
+def test_no_memory_is_touched() -> None:
+    """A model of 2 GiB, with its optimizer and its activations, in a few MiB."""
+    cpu_pool.install()
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with dry_run():
+        model = nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(8)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.randn(4096, 8192)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert sum(p.nbytes for p in model.parameters()) > 2 << 30
+    after_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert after_kib - before_kib < 256 * 1024
