@@ -14,6 +14,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "observe/operands.h"
 #include "rebuild/shortcuts.h"
 #include "util/errors.h"
 #include "util/per_thread.h"
@@ -312,6 +313,8 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& handle) {
   if (info->random) {
     find_generator(*info);
   }
+  info->flops = find_flops(name);
+  info->reads_a_part = reads_a_part(name);
   info->shortcut = find_shortcut(info->name);
   info->may_save_clone = !name.empty() && name.back() == '_' && !info->writes.empty() &&
                          info->writes[0] != Write::No && name != "aten::set_";
@@ -524,6 +527,29 @@ uint64_t mix_numbers(uint64_t h, c10::ArrayRef<const c10::IValue> inputs) {
     }
   }
   return h;
+}
+
+OpWork work_of(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs) {
+  OpWork work;
+  bool floats = false;
+  bool first = true;
+  for (const auto& x : inputs) {
+    for_each_tensor(x, [&](const at::Tensor& t, int) {
+      if (!t.defined()) {
+        return;
+      }
+      if (work.dtype < 0 || (!floats && t.is_floating_point())) {
+        work.dtype = static_cast<int32_t>(t.scalar_type());
+        floats = t.is_floating_point();
+      }
+      work.moved_bytes += first && info.reads_a_part ? 0 : touched_bytes(t);
+      first = false;
+    });
+  }
+  if (info.flops != nullptr) {
+    work.flops = info.flops(inputs);
+  }
+  return work;
 }
 
 bool is_transparent(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs, bool on_cpu) {

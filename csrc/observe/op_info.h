@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "observe/op_work.h"
 #include "util/hash.h"
 #include "util/sabotage.h"
 
@@ -57,6 +58,8 @@ struct OpInfo {
   int training_argument = -1;    // batch norm: Scratch holds only where this argument is true
   bool may_save_clone = false;   // in-place ops whose autograd saves self.clone() made inside
   size_t n_returns = 0;
+  CountFlops flops = nullptr;          // null: it is no product
+  bool reads_a_part = false;           // of its first tensor: rows of a table
   const Shortcut* shortcut = nullptr;  // a cheaper way to run it again on the CPU
   std::vector<Write> writes;           // one per argument
   std::atomic<bool> is_gone{false};    // it is not defined any more: its handles lead nowhere
@@ -76,6 +79,9 @@ void forget_op_table_lock();  // in a forked child
 OpInfo* clone_op_info();
 void check_is_defined(
     const OpInfo& info);  // before its handles are used: throws RecomputeMismatchError
+
+// What is known of an op's work before it runs: what it writes is not counted.
+OpWork work_of(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs);
 
 // Composite ops and autocast wrappers are transparent: what they call is recorded instead.
 bool is_transparent(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs, bool on_cpu);

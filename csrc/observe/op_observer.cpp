@@ -310,7 +310,7 @@ void OpObserver::end(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs) 
     trace(open, seconds);
   }
   seconds = note_facts(open, watermark_bytes, seconds, threw);
-  log_.end(open, seconds, watermark_bytes);
+  log_.end(open, outputs, seconds, watermark_bytes);
   log_.note_stuck(open, watermark_bytes);
   if (open.record) {
     open.record->seconds = static_cast<float>(seconds);

@@ -34,7 +34,8 @@ LoggedOp StepLog::new_row(const OpInfo& info) {
   row.tick = now_.tick;
   row.live_bytes = account_.live_bytes();
   row.away_bytes = levels_.dropped_now_bytes + levels_.swapped_now_bytes;
-  row.phase = static_cast<int64_t>(now_.phase);
+  row.phase = static_cast<int32_t>(now_.phase);
+  row.dtype = -1;
   row.first_input = static_cast<int32_t>(inputs_.size());
   note_name(info);
   return row;
@@ -81,6 +82,10 @@ void StepLog::begin(OpenOp& open, c10::ArrayRef<const c10::IValue> inputs) {
     });
   }
   open.managed_input_bytes = row.input_bytes;
+  const OpWork work = work_of(*open.info, inputs);
+  row.flops = work.flops;
+  row.moved_bytes = work.moved_bytes;
+  row.dtype = work.dtype;
   open.log_index = static_cast<int64_t>(ops_.size());
   ops_.push_back(row);
 }
@@ -91,8 +96,14 @@ LoggedOp* StepLog::row_of(const OpenOp& open) {
   return known ? &ops_[static_cast<size_t>(open.log_index)] : nullptr;
 }
 
-void StepLog::end(OpenOp& open, double seconds, int64_t watermark_bytes) {
+void StepLog::end(OpenOp& open, c10::ArrayRef<const c10::IValue> outputs, double seconds,
+                  int64_t watermark_bytes) {
   if (LoggedOp* row = row_of(open); row != nullptr) {
+    for (const auto& x : outputs) {
+      for_each_tensor(x, [&](const at::Tensor& t, int) {
+        row->moved_bytes += open.info->makes_unknown ? 0 : touched_bytes(t);
+      });
+    }
     row->seconds = seconds;
     row->watermark_bytes = watermark_bytes;
     row->first_output = static_cast<int32_t>(outputs_.size());
@@ -118,6 +129,7 @@ void StepLog::note_clone(const OpenOp& open, const OpRecord& clone, const Value&
   row.live_bytes = open.live_bytes;
   row.seconds = static_cast<double>(clone.seconds);
   row.watermark_bytes = made.bytes;
+  row.moved_bytes = 2 * made.bytes;
   add_inputs(row, clone);
   row.first_output = static_cast<int32_t>(outputs_.size());
   row.n_outputs = 1;

@@ -22,7 +22,8 @@ class StepLog : public Part {
   void begin_step();
 
   void begin(OpenOp& open, c10::ArrayRef<const c10::IValue> inputs);
-  void end(OpenOp& open, double seconds, int64_t watermark_bytes);
+  void end(OpenOp& open, c10::ArrayRef<const c10::IValue> outputs, double seconds,
+           int64_t watermark_bytes);
   void note_made(const Value& value, bool repeats);  // by the op that is open
   void end_outputs(const OpenOp& open);
   // Of an op that nobody announced; what it made.

@@ -43,13 +43,16 @@ struct LoggedOp {
   int64_t watermark_bytes;
   int64_t input_bytes;  // of its managed inputs
   double seconds;
-  int64_t phase;
+  double flops;
+  int64_t moved_bytes;
+  int32_t dtype;  // as c10::ScalarType counts them; -1: it has no tensors
+  int32_t phase;
   int32_t first_input;
   int32_t n_inputs;
   int32_t first_output;
   int32_t n_outputs;
 };
-static_assert(sizeof(LoggedOp) == 88, "the Python side reads logged ops as 88-byte rows");
+static_assert(sizeof(LoggedOp) == 104, "the Python side reads logged ops as 104-byte rows");
 
 struct LoggedValue {
   int64_t key;

@@ -19,7 +19,8 @@ import numpy.typing as npt
 from delta_runtime.core.errors import UsageError
 
 FORMAT = "delta_runtime step graph"
-VERSION = 2
+VERSION = 3
+_READ_TOO = (2,)  # without `work`
 """Of the JSON form. Another number: columns were added, taken away, or mean something else."""
 
 Ints = npt.NDArray[np.int64]
@@ -44,6 +45,22 @@ class RecordedOn:
     torch: str
     out_bytes_per_s: float = 0.0
     in_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class OpWork:
+    """What ops have to do, whatever they run on.
+
+    Args:
+        flops: floating-point operations of each op that is a product (of matrices, a convolution, attention), a
+            multiplication with an addition counting as two; 0 for the others.
+        moved_bytes: bytes of the elements that each op reads and writes.
+        dtype: of the numbers that each op computes with, such as "float32"; "" where there are none.
+    """
+
+    flops: Floats
+    moved_bytes: Ints
+    dtype: tuple[str, ...]
 
 
 _MOST = 2.0  # times what an op is expected to take when it runs again
@@ -94,6 +111,7 @@ class StepGraph:
         persistent_bytes: live bytes at the step's first op.
         cloned_bytes: of copies that were made because a recipe reads what was about to be written.
         recorded_on: where it ran; None where nobody said.
+        work: what ops have to do; None in records that say nothing of it.
         contracted: whether each op stands for several of a recorded step (`planners/contraction.py`). Values
             are then asked for within ops, which hold them until they end, while `op_ordinary_bytes` are
             live. In a recorded step they are asked for between two ops.
@@ -125,6 +143,7 @@ class StepGraph:
     cloned_bytes: int = 0
     recorded_on: RecordedOn | None = None
     contracted: bool = False
+    work: OpWork | None = None
 
     @property
     def n_ops(self) -> int:
@@ -201,6 +220,12 @@ class StepGraph:
             if isinstance(content, np.ndarray):
                 listed = content.tolist()
                 content = [None if x != x else x for x in listed]  # nan is not JSON
+            if isinstance(content, OpWork):
+                content = {
+                    "flops": content.flops.tolist(),
+                    "moved_bytes": content.moved_bytes.tolist(),
+                    "dtype": list(content.dtype),
+                }
             plain[field.name] = asdict(content) if isinstance(content, RecordedOn) else content
         return json.dumps(plain)
 
@@ -218,7 +243,7 @@ class StepGraph:
         if not isinstance(plain, dict) or plain.pop("format", None) != FORMAT:
             raise UsageError("This is no step graph.", change="Make one with `record`.")
         version = plain.pop("version", None)
-        if version != VERSION:
+        if version not in (VERSION, *_READ_TOO):
             raise UsageError(
                 "This step graph has another version.",
                 asked=f"version {VERSION}",
@@ -232,6 +257,8 @@ class StepGraph:
                 columns[name] = np.array(plain[name], dtype=kind)
             if plain["recorded_on"] is not None:
                 columns["recorded_on"] = RecordedOn(**plain["recorded_on"])
+            if plain.get("work") is not None:
+                columns["work"] = _work_of(plain["work"])
             graph = cls(**columns)
             graph._check()
         except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
@@ -274,8 +301,18 @@ class StepGraph:
         self._check_ticks()
         if (self.op_replay_seconds < 0).any():
             raise ValueError("op_replay_seconds holds something negative")
+        if self.work is not None:
+            self._check_work(self.work)
         if not isinstance(self.contracted, bool):
             raise ValueError("contracted is neither true nor false")
+
+    def _check_work(self, work: OpWork) -> None:
+        if not len(work.flops) == len(work.moved_bytes) == len(work.dtype) == self.n_ops:
+            raise ValueError("work is not of as many ops")
+        if not (np.isfinite(work.flops) & (work.flops >= 0)).all() or (work.moved_bytes < 0).any():
+            raise ValueError("work holds something negative, or no number")
+        if not all(isinstance(each, str) for each in work.dtype):
+            raise ValueError("work has a dtype without a name")
 
     def _check_ticks(self) -> None:
         if isinstance(self.ticks, bool) or not isinstance(self.ticks, int):
@@ -287,6 +324,14 @@ class StepGraph:
         for name in ("alone_at", "released_at"):
             if (getattr(self, name) < 0).any():
                 raise ValueError(f"{name} has a tick before the step")
+
+
+def _work_of(plain: Mapping[str, Any]) -> OpWork:
+    return OpWork(
+        flops=np.array(plain["flops"], np.float64),
+        moved_bytes=np.array(plain["moved_bytes"], np.int64),
+        dtype=tuple(plain["dtype"]),
+    )
 
 
 _COLUMN_TYPES: Mapping[str, Any] = {

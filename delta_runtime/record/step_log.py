@@ -5,13 +5,15 @@ The row layouts are those of `LoggedOp` and `LoggedValue` in csrc/util/rows.h.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from delta_runtime.core.events import EVENT_DTYPE, EventKind, Events
-from delta_runtime.core.step_graph import Floats, Ints, StepGraph
+from delta_runtime.core.step_graph import Floats, Ints, OpWork, StepGraph
 
 LOGGED_OP_DTYPE = np.dtype(
     [
@@ -23,7 +25,10 @@ LOGGED_OP_DTYPE = np.dtype(
         ("watermark_bytes", "<i8"),
         ("input_bytes", "<i8"),
         ("seconds", "<f8"),
-        ("phase", "<i8"),
+        ("flops", "<f8"),
+        ("moved_bytes", "<i8"),
+        ("dtype", "<i4"),
+        ("phase", "<i4"),
         ("first_input", "<i4"),
         ("n_inputs", "<i4"),
         ("first_output", "<i4"),
@@ -31,6 +36,16 @@ LOGGED_OP_DTYPE = np.dtype(
     ]
 )
 LOGGED_VALUE_DTYPE = np.dtype([("key", "<i8"), ("bytes", "<i8"), ("repeats", "<i8")])
+
+_DTYPES: Mapping[int, str] = MappingProxyType(
+    {
+        **dict(enumerate(("uint8", "int8", "int16", "int32", "int64"))),
+        **dict(enumerate(("float16", "float32", "float64"), start=5)),
+        **dict(enumerate(("complex32", "complex64", "complex128", "bool"), start=8)),
+        15: "bfloat16",
+    }
+)
+"""Names of dtypes, by the numbers that C++ has for them; of others there is no name here."""
 
 _OF_A_VALUE = (
     EventKind.PACKED,
@@ -95,6 +110,11 @@ def read_step_graph(session: Any, events: Events) -> StepGraph | None:
         ticks=ticks,
         persistent_bytes=int(ops["live_bytes"][0]),
         cloned_bytes=int(session.cloned_bytes()),
+        work=OpWork(
+            flops=ops["flops"].copy(),
+            moved_bytes=ops["moved_bytes"].copy(),
+            dtype=tuple(_DTYPES.get(code, "") for code in ops["dtype"].tolist()),
+        ),
     )
 
 

@@ -48,8 +48,8 @@ def test_an_op_within_another_has_its_tick():
 
 
 def test_another_version_is_refused_by_name():
-    with pytest.raises(UsageError, match="version 3"):
-        StepGraph.from_json(json.dumps({**_plain(), "version": 3}))
+    with pytest.raises(UsageError, match="version 4"):
+        StepGraph.from_json(json.dumps({**_plain(), "version": 4}))
 
 
 @pytest.mark.parametrize(
