@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         BudgetInfeasible,
         DeltaError,
         InplaceModification,
+        NeedsValues,
         PlannerInfeasible,
         RecomputeMismatch,
         SwapFailed,
@@ -28,16 +29,22 @@ if TYPE_CHECKING:
     )
     from delta_runtime.core.plan import Plan
     from delta_runtime.core.step_graph import StepGraph
+    from delta_runtime.dry_step import estimate
     from delta_runtime.report.step_report import StepReport
     from delta_runtime.runtime import Runtime, mark_written
+    from delta_runtime.simulate.card import Card
+    from delta_runtime.simulate.estimate import Estimate
     from delta_runtime.torch_hooks import disable
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BudgetInfeasible",
+    "Card",
     "DeltaError",
+    "Estimate",
     "InplaceModification",
+    "NeedsValues",
     "Plan",
     "PlannerInfeasible",
     "RecomputeMismatch",
@@ -48,6 +55,7 @@ __all__ = [
     "UsageError",
     "cpu_pool",
     "disable",
+    "estimate",
     "mark_written",
 ]
 
@@ -59,11 +67,15 @@ _HOME = {
     "RecomputeMismatch": "core.errors",
     "SwapFailed": "core.errors",
     "UsageError": "core.errors",
+    "NeedsValues": "core.errors",
+    "Estimate": "simulate.estimate",
+    "Card": "simulate.card",
     "Plan": "core.plan",
     "StepGraph": "core.step_graph",
     "StepReport": "report.step_report",
     "Runtime": "runtime",
     "disable": "torch_hooks",
+    "estimate": "dry_step",
     "mark_written": "runtime",
 }
 

@@ -9,17 +9,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 _PLAIN = """
-    activation affordable alone around aside asked at away back backward begin begins begun beside boundary
-    bounds bytes cache cap check children cloned clones column columns comparisons config copies copy cost costs default
-    description dir direct directory disable distance end ends enterable error evaluation evaluator event excess
-    failed failures fallback falls file final finding first found free function hits host if in infeasible
-    inplace input inputs ins interrupted invalid items key kind known label largest last late launched least
-    leaves line lists live local lost lower made making merged min mismatch mismatches misses missing
-    modification movable name needs next now number offsets on only ordinary out outcome outdated output outs
-    over overdue parents peak per persistent planning possible predicted process publish queue queued rank
-    ratios read reads record refusals repeats report rest result rises runs searched seconds seed seen size span
-    standing strict table taken tensors text threads time times to totals trace uncounted unhashed unit usage use
-    uses vain wait walk warnings weights whole with work world write writes written
+    activation affordable alone around aside asked at away back backward begin begins begun
+    beside boundary bounds bytes cache cap check children cloned clones column columns
+    comparisons config copies copy cost costs default description dir direct directory disable
+    distance end ends enough enterable error estimate evaluation evaluator event excess failed
+    failures fallback falls file final finding first fits found free function hits host if in
+    infeasible inplace input inputs ins interrupted invalid items key kind known label largest
+    last late launched least leaves likely line lists live local lost lower made making memory
+    merged min mismatch mismatches misses missing modification movable name needs next not now
+    number offsets on only optimizer ordinary out outcome outdated output outs over overdue
+    parents peak per persistent planning possible predicted process publish queue queued rank
+    ratios read reads record refusals repeats report rest result rises runs searched seconds
+    seed seen share size span standing strict table taken tensors text threads time times title
+    to totals trace uncounted under unhashed unit usable usage use uses vain wait walk warnings
+    watch weights whole why with work world write writes written
 """
 PLAIN = set(_PLAIN.split())
 """Words that mean here what they mean anywhere."""

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from delta_runtime.cli import PROGRAM, doctor, plan, record, run, simulate
+from delta_runtime.cli import PROGRAM, doctor, estimate, plan, record, run, simulate
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     # A script's own arguments are cut off before argparse could take them for ours.
     target: list[str] = []
-    if arguments[:1] in (["run"], ["record"]):
+    if arguments[:1] in (["run"], ["record"], ["estimate"]):
         cut = run.find_target(arguments)
         arguments, target = arguments[:cut], arguments[cut:]
     parser = argparse.ArgumentParser(prog=PROGRAM, description="Train inside a memory budget.")
@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     record.add_parser(commands)
     plan.add_parser(commands)
     simulate.add_parser(commands)
+    estimate.add_parser(commands)
     options = parser.parse_args(arguments)
     if options.command == "doctor":
         return doctor.doctor()
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         problem = run.run(options, target)
     elif options.command == "record":
         problem = record.record(options, target)
+    elif options.command == "estimate":
+        problem = estimate.estimate(options, target)
     elif options.command == "simulate":
         problem = simulate.simulate(options)
     else:

@@ -14,13 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from delta_runtime.cli import PROGRAM
-from delta_runtime.cli.recorded import (
-    add_step_options,
-    budget_of,
-    links_of,
-    load_extension,
-    read_graph,
-)
+from delta_runtime.cli.bound_lines import BOUNDS, bound_lines, budgets_to_plot
+from delta_runtime.cli.recorded import add_step_options, load_extension, read_asked
 from delta_runtime.core.errors import DeltaError, UsageError
 from delta_runtime.core.units import format_bytes, format_seconds
 
@@ -31,9 +26,6 @@ if TYPE_CHECKING:  # numpy is imported where it is needed: the other verbs work 
     from delta_runtime.planners.registry import Planner
     from delta_runtime.report.plan_plot import Line
 
-_POINTS = 9  # budgets in the plot
-_BOUNDS = (("drops", False, True), ("copies", True, False), ("drops and copies", True, True))
-"""Kinds of plans that a bound is told of: its words, whether it copies, whether it drops."""
 _COLUMNS = ("planner", "peak", "fits", "rebuilds", "stalls", "step", "bound", "planning")
 
 
@@ -83,14 +75,13 @@ def plan(options: argparse.Namespace) -> str:
         What is wrong with the call; "" when the table is printed.
     """
     try:
-        graph = read_graph(Path(options.graph))
-        budget_bytes = budget_of(options.budget, graph)
+        asked = read_asked(options)
         chosen = _chosen(options.planners)
-        links = links_of(options.link_bytes_per_s, graph)
     except DeltaError as error:
         return f"{PROGRAM} plan: {error}\n"
     load_extension()
-    _print(graph, budget_bytes, chosen, links, options.bound_seconds, seeded=options.seed)
+    graph, links = asked.graph, asked.links
+    _print(graph, asked.budget_bytes, chosen, links, options.bound_seconds, seeded=options.seed)
     if options.merged:
         _print_merged(graph)
     if options.plot:
@@ -240,15 +231,13 @@ def _plot(
     graph: StepGraph, planners: Mapping[str, Planner], links: Links | None, path: Path
 ) -> str:
     """Plan for budgets from the least to the peak, and draw what comes of it; say what went wrong, if anything did."""
-    from delta_runtime.planners.bounds import bounds_of
     from delta_runtime.report.plan_plot import plot
 
-    low, high = bounds_of(graph).lower_bytes, graph.peak_bytes
-    budgets = [low + (high - low) * point // (_POINTS - 1) for point in range(_POINTS)]
+    budgets = budgets_to_plot(graph)
     lines = [_line(name, planner, graph, budgets, links) for name, planner in planners.items()]
-    lines += _bound_lines(graph, budgets, links)
+    lines += bound_lines(graph, budgets, links)
     try:
-        plot(lines, high, path)
+        plot(lines, graph.peak_bytes, path)
     except (ImportError, OSError, ValueError) as error:
         return f"{PROGRAM} plan: {path}: {error}\n"
     return ""
@@ -272,34 +261,6 @@ def _line(
     )
 
 
-def _bound_lines(graph: StepGraph, budgets: Sequence[int], links: Links | None) -> list[Line]:
-    from delta_runtime.planners.least_seconds import least_seconds
-    from delta_runtime.planners.linear_program import SolverFailed
-    from delta_runtime.report.plan_plot import Line
-
-    lines = []
-    for name, lanes, drops in _BOUNDS:
-        if lanes and links is None:
-            continue
-        points: list[tuple[int, float]] = []
-        for budget in budgets:
-            try:
-                least_s = least_seconds(graph, budget, drops=drops, links=links if lanes else None)
-            except (ImportError, SolverFailed):
-                continue
-            if least_s is not None:
-                points.append((budget, 1 + least_s / max(graph.seconds, 1e-12)))
-        lines.append(
-            Line(
-                f"bound: {name}",
-                [budget for budget, _ in points],
-                [ratio for _, ratio in points],
-                bound=True,
-            )
-        )
-    return lines
-
-
 def _bounds_on_seconds(
     graph: StepGraph, budget_bytes: int, links: Links | None, bound_seconds: float
 ) -> str:
@@ -310,7 +271,7 @@ def _bounds_on_seconds(
 
     told = []
     try:
-        for ways, lanes, drops in _BOUNDS:
+        for ways, lanes, drops in BOUNDS:
             if not lanes or links is not None:
                 told_links = links if lanes else None
                 if lanes:

@@ -1,10 +1,11 @@
-"""What the verbs `plan` and `simulate` share: a recorded step, a budget for it, and the speed of its lanes."""
+"""What the verbs `plan` and `simulate` share: a recorded step, a card, a budget, and the speed of lanes."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import importlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,14 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
     """Add the options by which a step, a budget and lanes are asked for."""
     parser.add_argument("graph", help="a file that `record` wrote")
     parser.add_argument(
-        "--budget", metavar="X", required=True, help="10GiB, or a share of the step's peak: 50%%"
+        "--budget",
+        metavar="X",
+        help="10GiB, or a share of the step's peak: 50%%; with --card what tensors can have there, if not given",
+    )
+    parser.add_argument(
+        "--card",
+        metavar="NAME",
+        help=f"have ops take what they would on a card: {', '.join(card_names())}, or a file like theirs",
     )
     parser.add_argument(
         "--link-bytes-per-s",
@@ -48,6 +56,48 @@ def read_graph(path: Path) -> StepGraph:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{str(path)!r} cannot be read.", found=str(error)) from error
     return StepGraph.from_json(text)
+
+
+def card_names() -> list[str]:
+    """Return the names of the cards, without importing what reads them."""
+    folder = Path(__file__).resolve().parents[1] / "simulate" / "cards"
+    return sorted(path.stem for path in folder.glob("*.json"))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the options of `add_step_options` ask for.
+
+    Args:
+        graph: the recorded step; its seconds are those of the card, where one is asked for.
+        budget_bytes: what may be live at any moment.
+        links: speed of the lanes; None where nothing tells.
+    """
+
+    graph: StepGraph
+    budget_bytes: int
+    links: Links | None
+
+
+def read_asked(options: argparse.Namespace) -> Asked:
+    """Read what the options of `add_step_options` ask for.
+
+    Raises:
+        UsageError: the file cannot be read, or an option makes no sense.
+    """
+    graph = read_graph(Path(options.graph))
+    if options.card is not None:
+        from delta_runtime.simulate.card import load_card, on_card
+
+        card = load_card(options.card)
+        graph = on_card(graph, card)
+        if options.budget is None:
+            links = links_of(options.link_bytes_per_s, graph)
+            return Asked(graph, card.usable_bytes, links)
+    elif options.budget is None:
+        raise UsageError("There is no budget.", change="Give --budget 10GiB, 50%, or --card NAME.")
+    budget_bytes = budget_of(options.budget, graph)
+    return Asked(graph, budget_bytes, links_of(options.link_bytes_per_s, graph))
 
 
 def budget_of(spec: str, graph: StepGraph) -> int:

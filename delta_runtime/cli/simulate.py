@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from delta_runtime.cli import PROGRAM
-from delta_runtime.cli.recorded import (
-    add_step_options,
-    budget_of,
-    links_of,
-    load_extension,
-    read_graph,
-)
+from delta_runtime.cli.bound_lines import bound_lines, budgets_to_plot
+from delta_runtime.cli.recorded import add_step_options, load_extension, read_asked
 from delta_runtime.core.errors import DeltaError, UsageError
 from delta_runtime.core.units import format_bytes, format_seconds, parse_bytes
 
@@ -30,8 +24,6 @@ if TYPE_CHECKING:  # numpy is imported where it is needed
     from delta_runtime.core.transfer import Links
     from delta_runtime.simulate.virtual_step import SimulatedStep
 
-_PLANNER_OF: Mapping[str, str] = MappingProxyType({"recompute": "recompute", "swap": "swap"})
-"""Of policies that follow joint's plans, but not with all that it does."""
 _COLUMNS = ("policy", "fits", "peak", "step", "rebuilds", "stalls", "dropped", "swapped")
 
 
@@ -53,6 +45,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--trace", metavar="FILE", help="what happened under the first of them, for Perfetto"
     )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="step time against budget, as a picture; takes a minute"
+    )
 
 
 def simulate(options: argparse.Namespace) -> str:
@@ -63,27 +58,25 @@ def simulate(options: argparse.Namespace) -> str:
     """
     load_extension()
     try:
-        graph = read_graph(Path(options.graph))
-        budget_bytes = budget_of(options.budget, graph)
+        asked = read_asked(options)
         policies = _chosen(options.policies)
-        links = links_of(options.link_bytes_per_s, graph)
-        host_bytes = _host_bytes(options.host_budget)
-        if links is not None:
-            links = replace(links, store_bytes=host_bytes)  # so that plans know of it
-        steps = {
-            name: _simulated(name, graph, budget_bytes, links, host_bytes) for name in policies
-        }
+        at = _At(asked.graph, asked.links, _host_bytes(options.host_budget))
+        steps = {name: at.simulated(name, asked.budget_bytes) for name in policies}
     except DeltaError as error:
         return f"{PROGRAM} simulate: {error}\n"
-    _print(graph, budget_bytes, steps)
+    _print(asked.graph, asked.budget_bytes, steps)
     if options.trace:
-        return _write_trace(graph, steps[policies[0]], Path(options.trace))
-    return ""
+        problem = _write_trace(asked.graph, steps[policies[0]], Path(options.trace))
+        if problem:
+            return problem
+    return _plot(at, policies, Path(options.plot)) if options.plot else ""
 
 
 def _chosen(names: str) -> list[str]:
+    from delta_runtime.simulate.under_policy import simulated_policies
+
     wanted = [name.strip() for name in names.split(",")]
-    known = simulated()
+    known = simulated_policies()
     unknown = [name for name in wanted if name not in known]
     if unknown:
         raise UsageError(
@@ -94,13 +87,6 @@ def _chosen(names: str) -> list[str]:
     return wanted
 
 
-def simulated() -> list[str]:
-    """Return the names of the policies that can be simulated: all that evict, and only when there is need."""
-    from delta_runtime.online.policies import POLICIES, Stress
-
-    return [name for name, each in POLICIES.items() if each.filter and each.stress is Stress.NONE]
-
-
 def _host_bytes(asked: str | None) -> int:
     from delta_runtime.simulate.virtual_step import WITHOUT_LIMIT
 
@@ -109,38 +95,42 @@ def _host_bytes(asked: str | None) -> int:
     return int(parse_bytes(asked, allow_zero=False, name="--host-budget"))
 
 
-def _simulated(
-    name: str, graph: StepGraph, budget_bytes: int, links: Links | None, host_bytes: int
-) -> SimulatedStep | str:
-    """Return what the second of two steps comes to, or why there is none."""
-    from delta_runtime.core.events import Place
-    from delta_runtime.online.policies import get_policy
-    from delta_runtime.planners.linear_program import SolverFailed
-    from delta_runtime.planners.registry import PLANNERS
-    from delta_runtime.simulate.virtual_step import VirtualStep
+@dataclass(frozen=True, slots=True)
+class _At:
+    """What all policies are simulated with."""
 
-    policy = get_policy(name)
-    plan = None
-    if links is None and policy.evicts_to == (Place.SWAPPED,):
-        return "no speed of a lane was recorded; give --link-bytes-per-s"
-    if policy.plans:
-        planner = PLANNERS[_PLANNER_OF.get(name, policy.planner)]
-        try:
-            found = planner.plan(
-                graph, budget_bytes, links if Place.SWAPPED in policy.evicts_to else None
-            )
-        except ImportError as error:
-            return str(error)
-        except SolverFailed:
-            return "its solver failed"
-        plan, least = found.plan, found.least_budget_bytes
-        if plan is None:
-            return "no plan" + (
-                "" if least is None else f"; the least budget is {format_bytes(least)}"
-            )
-    step = VirtualStep(graph, plan, budget_bytes, policy=policy, links=links, host_bytes=host_bytes)
-    step.run()
-    return step.run()
+    graph: StepGraph
+    links: Links | None
+    host_bytes: int
+
+    def simulated(self, name: str, budget_bytes: int) -> SimulatedStep | str:
+        """Return the step under a policy, or why there is none."""
+        from delta_runtime.simulate.under_policy import under_policy
+
+        found = under_policy(name, self.graph, budget_bytes, self.links, host_bytes=self.host_bytes)
+        return found.why_not if found.step is None else found.step
+
+
+def _plot(at: _At, policies: Sequence[str], path: Path) -> str:
+    """Simulate budgets from the least to the peak, and draw what comes of it; say what went wrong, if anything did."""
+    from delta_runtime.report.plan_plot import Line, plot
+
+    budgets = budgets_to_plot(at.graph)
+    lines = []
+    for name in policies:
+        found = [(budget, at.simulated(name, budget)) for budget in budgets]
+        fits = [
+            (budget, each)
+            for budget, each in found
+            if not isinstance(each, str) and each.peak_bytes <= budget
+        ]
+        ratios = [each.seconds / max(at.graph.seconds, 1e-12) for _, each in fits]
+        lines.append(Line(name, [budget for budget, _ in fits], ratios))
+    try:
+        plot([*lines, *bound_lines(at.graph, budgets, at.links)], at.graph.peak_bytes, path)
+    except (ImportError, OSError, ValueError) as error:
+        return f"{PROGRAM} simulate: {path}: {error}\n"
+    return ""
 
 
 def _print(graph: StepGraph, budget_bytes: int, steps: Mapping[str, SimulatedStep | str]) -> None:

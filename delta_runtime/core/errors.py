@@ -184,3 +184,10 @@ class UsageError(DeltaError, ValueError):
 
     Nothing has been changed when it is raised.
     """
+
+
+class NeedsValues(UsageError):
+    """A step that is not computed asked for a number that it would have computed; the message names the line.
+
+    The tensors of that step are worth nothing. What was there before is untouched.
+    """

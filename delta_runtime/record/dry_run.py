@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from delta_runtime import _C
-from delta_runtime.core.errors import UsageError
+from delta_runtime.core.errors import NeedsValues
 
 _NOT_THE_PROGRAM = (
     f"{Path(str(torch.__file__)).parent}{os.sep}",
@@ -39,10 +39,6 @@ _CONTIGUOUS = frozenset(
     {_aten.native_layer_norm_backward.default, _aten._log_softmax_backward_data.default}
 )
 """The first result of these is contiguous on the CPU, whatever shapes are derived from."""
-
-
-class NeedsValues(UsageError):
-    """A step that is not computed needs to know a number that it would have computed."""
 
 
 def _asks_for(what: str) -> NeedsValues:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from delta_runtime.cli.main import main
-from delta_runtime.cli.simulate import simulated
 from delta_runtime.online.policies import POLICIES
+from delta_runtime.simulate.under_policy import simulated_policies
 from tests.cli.test_record_and_plan import rows_of
 from tests.support.step_graphs import chain
 
@@ -26,7 +26,7 @@ def recorded_chain(tmp_path: Path) -> str:
 
 
 def test_the_table_shows_what_each_policy_comes_to(recorded_chain, capsys):
-    names = simulated()
+    names = simulated_policies()
     call = ["simulate", recorded_chain, "--budget", "70%", "--policies", ",".join(names), *LINK]
     assert main(call) == 0
     shown = capsys.readouterr().out
@@ -41,7 +41,7 @@ def test_the_table_shows_what_each_policy_comes_to(recorded_chain, capsys):
 
 def test_all_policies_are_simulated_but_those_for_tests_and_the_one_that_evicts_nothing():
     left_out = {"off", "stress_drop_all", "stress_random", "stress_swap_all", "stress_mix"}
-    assert set(simulated()) == set(POLICIES) - left_out
+    assert set(simulated_policies()) == set(POLICIES) - left_out
 
 
 def test_a_planner_without_a_plan_is_left_out_with_its_least(recorded_chain, capsys):
@@ -54,7 +54,7 @@ def test_a_planner_without_a_plan_is_left_out_with_its_least(recorded_chain, cap
 def test_what_needs_a_lane_is_left_out_where_none_is_known(recorded_chain, capsys):
     assert main(["simulate", recorded_chain, "--budget", "70%", "--policies", "swap,auto"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Left out: swap (no speed of a lane was recorded; give --link-bytes-per-s)" in shown
+    assert "Left out: swap (no speed of a lane is known)" in shown
     assert list(rows_of(shown.replace("│ auto", "\n│ auto"))) == ["auto"]
 
 

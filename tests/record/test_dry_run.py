@@ -11,8 +11,9 @@ from torch import nn
 
 import delta_runtime as delta
 from delta_runtime import cpu_pool
+from delta_runtime.core.errors import NeedsValues
 from delta_runtime.core.step_graph import StepGraph
-from delta_runtime.record.dry_run import NeedsValues, dry_run
+from delta_runtime.record.dry_run import dry_run
 from tests.zoo.registry import ZOO
 
 _NEED_VALUES = {"mixtral": "one_hot", "wav2vec2": "ctc_loss"}

@@ -1,0 +1,153 @@
+"""An estimate: a step is found, recorded dry, and told for a card."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import delta_runtime as delta
+from delta_runtime.cli.main import main
+from delta_runtime.core.errors import NeedsValues, UsageError
+from delta_runtime.core.step_graph import StepGraph
+from delta_runtime.dry_step import record_dry_step
+from delta_runtime.entered import entered
+
+WIDTH, DEPTH, ROWS = 1024, 6, 4096
+GIB = 1 << 30
+WEIGHTS = DEPTH * (WIDTH * WIDTH + WIDTH) * 4
+SAVED = DEPTH * ROWS * WIDTH * 4
+
+
+def build():
+    """Build a model and its optimizer; return the function that trains a step."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(ROWS, WIDTH)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def build_and_train() -> None:
+    """Do it all at once."""
+    build()()
+
+
+@pytest.mark.parametrize("step", [build, build_and_train])
+def test_weights_and_the_optimizers_state_persist(step) -> None:
+    base_bytes = delta.cpu_pool.allocated_bytes() if delta.cpu_pool.installed() else 0
+    dry = record_dry_step(step)
+    persists = dry.graph.persistent_bytes - base_bytes
+    assert persists == pytest.approx(3 * WEIGHTS + ROWS * WIDTH * 4, rel=0.01)
+    assert dry.graph.activation_bytes == pytest.approx(SAVED, rel=0.01)
+    assert dry.optimizer_peak_bytes - base_bytes > 4 * WEIGHTS  # and gradients
+
+
+def test_an_estimate_says_what_fits_and_how_slow() -> None:
+    told = delta.estimate(build, card="rtx3060", budget=["100%", "50MiB"])
+    assert told.fits
+    roomy, tight = told.budgets
+    assert roomy.fits and roomy.seconds is not None
+    assert roomy.seconds.least < roomy.seconds.likely < roomy.seconds.most
+    assert not tight.fits and "least budget" in tight.why_not
+    assert told.optimizer_peak_bytes <= told.least_budget_bytes <= told.peak_bytes
+    text = str(told)
+    assert "RTX 3060" in text and "An estimate" in text and told.least_op in text
+
+
+def test_without_budgets_they_lie_between_the_least_and_the_card() -> None:
+    told = delta.estimate(build, card="t4")
+    budgets = [each.budget_bytes for each in told.budgets]
+    assert budgets[0] == told.card.usable_bytes
+    assert budgets == sorted(budgets, reverse=True)
+    assert all(each.fits for each in told.budgets)
+    kept = [each.kept_bytes for each in told.budgets]
+    assert kept == sorted(kept, reverse=True)
+
+
+def test_the_programs_own_tensors_and_numbers_are_untouched() -> None:
+    model = nn.Linear(64, 64)
+    before = [p.detach().clone() for p in model.parameters()]
+    state = torch.random.get_rng_state()
+
+    def step() -> None:
+        model(torch.randn(512, 64)).square().mean().backward()
+
+    record_dry_step(step)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert entered() is None
+
+
+def test_a_step_that_asks_for_a_number_names_its_line_and_leaves_all_as_it_was() -> None:
+    def step() -> None:
+        loss = build_model()(torch.randn(ROWS, WIDTH)).square().mean()
+        if loss.item() > 1:
+            loss.backward()
+
+    def build_model() -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH)
+
+    with pytest.raises(NeedsValues, match="if loss.item"):
+        record_dry_step(step)
+    assert entered() is None
+    assert float(torch.ones(1000, 1000).sum()) == 1e6
+
+
+def test_what_trains_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match="No step was seen"):
+        record_dry_step(lambda: None)
+
+
+SCRIPT = f"""
+import sys
+import torch
+from torch import nn
+
+model = nn.Sequential(*(nn.Linear({WIDTH}, {WIDTH}) for _ in range({DEPTH})))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+for step in range(1_000_000):
+    loss = model(torch.randn({ROWS}, {WIDTH})).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if "--print" in sys.argv:
+        print(loss.item())
+"""
+
+
+def test_a_script_ends_after_its_second_step(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["delta"])
+    script, out = tmp_path / "train.py", tmp_path / "step.json"
+    script.write_text(SCRIPT)
+    call = ["estimate", "--card", "rtx3060,t4", "--budget", "100%,300MiB", "--out", str(out)]
+    assert main([*call, str(script)]) == 0
+    shown = capsys.readouterr().out
+    assert "RTX 3060" in shown and "T4" in shown
+    graph = StepGraph.from_json(out.read_text())
+    assert graph.work is not None
+    assert main(["simulate", str(out), "--card", "rtx3060", "--budget", "80%"]) == 0
+    assert "auto" in capsys.readouterr().out
+    assert (
+        main(["plan", str(out), "--card", "t4", "--planners", "joint", "--bound-seconds", "0"]) == 0
+    )
+
+
+def test_a_script_that_prints_its_loss_is_told_the_line(
+    tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["delta"])
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    with pytest.raises(SystemExit):
+        main(["estimate", str(script), "--print"])
+    told = capsys.readouterr().err
+    assert f"{script}:14: print(loss.item())" in told
