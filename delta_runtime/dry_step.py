@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import optimizer as optimizers
 
 from delta_runtime import cpu_pool
+from delta_runtime.measured_card import measured_card
 from delta_runtime.core.errors import UsageError
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.units import parse_budget
@@ -194,15 +195,19 @@ def estimate(
     card: str | Card = "rtx4090",
     budget: Budget | Sequence[Budget] | None = None,
     policy: str = "auto",
+    measured: StepGraph | None = None,
 ) -> Estimate:
     """Say what a training step would come to on a card, without the card, computing, or memory for its tensors.
 
     Args:
         step: trains one step; or builds model and optimizer, and returns a function that does. Build big models in it:
             there they take no memory.
-        card: name of a card (`python -m delta_runtime estimate --help` lists them), a file like theirs, or a `Card`.
+        card: name of a card (`python -m delta_runtime estimate --help` lists them), a file like theirs, or a `Card`;
+            "here" measures this machine.
         budget: bytes ("10GiB"), a share of what tensors can have on the card ("50%", 0.5), or several.
         policy: by which values leave device memory.
+        measured: a record that was made on the card (`runtime.graph()`), of the same model with a smaller batch, say:
+            ops take as long there as they did.
 
     Returns:
         The estimate; it prints as a table.
@@ -222,12 +227,26 @@ def estimate(
         ...     return step
         >>> print(delta.estimate(build, card="rtx4090"))     # doctest: +SKIP
     """
-    on = load_card(card) if isinstance(card, str) else card
+    on = card_of(card) if isinstance(card, str) else card
     budgets = budgets_of(budget, on)
     dry = record_dry_step(step)
     return estimate_of(
-        dry.graph, on, budgets, policy=policy, optimizer_peak_bytes=dry.optimizer_peak_bytes
+        dry.graph,
+        on,
+        budgets,
+        policy=policy,
+        optimizer_peak_bytes=dry.optimizer_peak_bytes,
+        measured=measured,
     )
+
+
+def card_of(name: str) -> Card:
+    """Return a card by its name, from a file, or this machine as it is measured.
+
+    Raises:
+        UsageError: there is no such card.
+    """
+    return measured_card() if name == "here" else load_card(name)
 
 
 def budgets_of(budget: Budget | Sequence[Budget] | None, card: Card) -> list[int]:

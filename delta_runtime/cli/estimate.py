@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from delta_runtime.cli import PROGRAM
-from delta_runtime.cli.recorded import card_names
+from delta_runtime.cli.recorded import card_names, read_graph
 from delta_runtime.cli.run import cannot_start, run_target, wrong_target
 from delta_runtime.core.errors import DeltaError
 
@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
         "--card",
         metavar="A,B",
         default="rtx4090",
-        help=f"of {', '.join(card_names())}, or a file like theirs (default: %(default)s)",
+        help=f"of {', '.join(card_names())}; here (this machine), or a file like theirs (default: %(default)s)",
     )
     parser.add_argument(
         "--budget",
@@ -39,6 +39,11 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--policy", metavar="X", default="auto", help="by which values leave (default: auto)"
+    )
+    parser.add_argument(
+        "--measured",
+        metavar="FILE",
+        help="a step that `record` wrote on that card, of a smaller batch, say: ops take as long as there",
     )
     parser.add_argument(
         "--out",
@@ -63,13 +68,13 @@ def estimate(options: argparse.Namespace, target: list[str]) -> str:
         import delta_runtime_autoload
 
         delta_runtime_autoload.hold()  # no runtime that the environment asks for beside this one
-        from delta_runtime.dry_step import budgets_of, record_dry_script
-        from delta_runtime.simulate.card import load_card
+        from delta_runtime.dry_step import budgets_of, card_of, record_dry_script
         from delta_runtime.simulate.estimate import estimate_of
 
-        cards = [load_card(name.strip()) for name in options.card.split(",")]
+        cards = [card_of(name.strip()) for name in options.card.split(",")]
         asked = None if options.budget is None else options.budget.split(",")
         budgets = [budgets_of(asked, card) for card in cards]
+        measured = None if options.measured is None else read_graph(Path(options.measured))
         dry = record_dry_script(partial(run_target, target))
         if options.out:
             Path(options.out).write_text(dry.graph.to_json(), encoding="utf-8")
@@ -80,6 +85,7 @@ def estimate(options: argparse.Namespace, target: list[str]) -> str:
                 each,
                 policy=options.policy,
                 optimizer_peak_bytes=dry.optimizer_peak_bytes,
+                measured=measured,
             )
             print("\n" * (index > 0) + str(told))
     except ImportError as error:

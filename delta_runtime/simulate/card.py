@@ -60,6 +60,7 @@ class Card:
         out_bytes_per_s, in_bytes_per_s: what copies to host memory and back reach.
         launch_s: of the host, for one op.
         sources: where the figures are from.
+        device: of PyTorch; the CPU's allocator rounds in its own way.
     """
 
     title: str
@@ -71,6 +72,7 @@ class Card:
     in_bytes_per_s: float
     launch_s: float
     sources: Mapping[str, str]
+    device: str = "cuda"
 
     @property
     def usable_bytes(self) -> int:
@@ -124,7 +126,7 @@ def _check(card: Card) -> None:
     numbers: dict[str, Any] = {
         each.name: getattr(card, each.name)
         for each in fields(card)
-        if each.name not in ("title", "flops_per_s", "sources")
+        if each.name not in ("title", "flops_per_s", "sources", "device")
     }
     numbers |= {f"flops_per_s of {dtype}": rate for dtype, rate in card.flops_per_s.items()}
     for name, number in numbers.items():
@@ -134,12 +136,40 @@ def _check(card: Card) -> None:
         raise ValueError("usable_share is above 1")
 
 
-def op_seconds(graph: StepGraph, card: Card, reach: Reach = LIKELY) -> Floats:
+def op_seconds(
+    graph: StepGraph, card: Card, reach: Reach = LIKELY, measured: StepGraph | None = None
+) -> Floats:
     """Return the seconds that each op of a step takes on a card.
 
+    Args:
+        graph: the step.
+        card: the card.
+        reach: what is assumed of ops that were not measured.
+        measured: a record that was made on the card, of the same model with a smaller batch, say. Ops take so many
+            times what the roofline says as those of their name took there; others, as all did together.
+
     Raises:
-        UsageError: the record does not say what its ops have to do.
+        UsageError: a record does not say what its ops have to do.
     """
+    seconds = _roofline(graph, card, reach)
+    if measured is None:
+        return seconds
+    there = _roofline(measured, card, LIKELY)
+    whole = measured.seconds / max(float(there.sum()), 1e-12)
+    of_name: dict[str, list[float]] = {}
+    for name, took_s, said_s in zip(
+        measured.op_name, measured.op_seconds.tolist(), there.tolist(), strict=True
+    ):
+        both = of_name.setdefault(name, [0.0, 0.0])
+        both[0] += took_s
+        both[1] += said_s
+    times = {name: took_s / said_s for name, (took_s, said_s) in of_name.items()}
+    ratio = np.array([times.get(name, whole) for name in graph.op_name])
+    said: Floats = _roofline(graph, card, LIKELY) * ratio
+    return said
+
+
+def _roofline(graph: StepGraph, card: Card, reach: Reach) -> Floats:
     work = graph.work
     if work is None:
         raise UsageError(
@@ -162,20 +192,23 @@ def op_seconds(graph: StepGraph, card: Card, reach: Reach = LIKELY) -> Floats:
     return seconds
 
 
-def on_card(graph: StepGraph, card: Card, reach: Reach = LIKELY) -> StepGraph:
+def on_card(
+    graph: StepGraph, card: Card, reach: Reach = LIKELY, measured: StepGraph | None = None
+) -> StepGraph:
     """Return the step with the seconds that it would take on a card, and the speed of its lanes.
 
     Bytes are those of the record. What an op needs while it runs (workspaces) may be another amount on the card.
+    Arguments are those of `op_seconds`.
 
     Raises:
         UsageError: the record does not say what its ops have to do.
     """
     return replace(
         graph,
-        op_seconds=op_seconds(graph, card, reach),
+        op_seconds=op_seconds(graph, card, reach, measured),
         op_replay_seconds=np.full(graph.n_ops, np.nan),
         recorded_on=RecordedOn(
-            device="cuda",
+            device=card.device,
             threads=1,
             torch=graph.recorded_on.torch if graph.recorded_on is not None else "",
             out_bytes_per_s=card.out_bytes_per_s,

@@ -6,22 +6,24 @@ without computing it, `card` says how long ops take.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from delta_runtime.core.recipes import Recipes, recipes_of
+from delta_runtime.core.events import Place
+from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
 from delta_runtime.core.units import format_bytes, format_seconds
 from delta_runtime.online.policies import Policy, get_policy
-from delta_runtime.planners import joint
-from delta_runtime.simulate.card import FAST, SLOW, Card, Reach, on_card, op_seconds
-from delta_runtime.simulate.under_policy import UnderPolicy, simulate, under_policy
+from delta_runtime.planners.registry import PLANNERS
+from delta_runtime.simulate.card import FAST, LIKELY, SLOW, Card, on_card
+from delta_runtime.simulate.under_policy import planner_of, simulate, under_policy
 
 _OP = 0  # LogKind in csrc/simulate/virtual_step.h
 _AT_ONCE = Links(1e18, 1e18)
+_LESS, _MORE = 0.8, 1.25  # of seconds that were measured: what another batch may take
 _ABOVE_LEAST = 1.02  # the lowest of the budgets where none is named
 
 
@@ -144,6 +146,7 @@ def estimate_of(
     *,
     policy: str = "auto",
     optimizer_peak_bytes: int = 0,
+    measured: StepGraph | None = None,
 ) -> Estimate:
     """Return what a recorded step would come to on a card.
 
@@ -154,30 +157,25 @@ def estimate_of(
             the least budget and 2 %, and what lies half-way.
         policy: by which values leave.
         optimizer_peak_bytes: highest live bytes while the optimizer steps.
+        measured: a record that was made on the card; see `card.op_seconds`.
 
     Raises:
         UsageError: the record does not say what its ops have to do, or the policy is not one that evicts.
     """
-    there = on_card(graph, card)
-    recipes = recipes_of(there)
-    least = _Least.of(there, card, recipes)
-    budgets = budgets_bytes or _usual_budgets(card, max(least.budget_bytes, optimizer_peak_bytes))
-    by_optimizer = optimizer_peak_bytes > least.budget_bytes
+    on = _On(graph, card, get_policy(policy), measured)
+    least_bytes, least_op = on.least()
+    if optimizer_peak_bytes > least_bytes:
+        least_bytes, least_op = optimizer_peak_bytes, "the optimizer's step"
+    budgets = budgets_bytes or _usual_budgets(card, least_bytes)
     return Estimate(
         card=card,
-        graph=there,
+        graph=on.there,
         peak_bytes=max(graph.peak_bytes, optimizer_peak_bytes),
-        seconds=Seconds(
-            there.seconds,
-            float(op_seconds(graph, card, FAST).sum()),
-            float(op_seconds(graph, card, SLOW).sum()),
-        ),
-        least_budget_bytes=max(least.budget_bytes, optimizer_peak_bytes),
-        least_op="the optimizer's step" if by_optimizer else least.op,
+        seconds=on.seconds(lambda graph: graph.seconds),
+        least_budget_bytes=least_bytes,
+        least_op=least_op,
         optimizer_peak_bytes=optimizer_peak_bytes,
-        budgets=tuple(
-            _at_budget(there, card, each, policy, recipes, optimizer_peak_bytes) for each in budgets
-        ),
+        budgets=tuple(on.at_budget(each, optimizer_peak_bytes) for each in budgets),
     )
 
 
@@ -188,78 +186,79 @@ def _usual_budgets(card: Card, least_bytes: int) -> list[int]:
     return [card.usable_bytes, (card.usable_bytes + low) // 2, low]
 
 
-@dataclass(frozen=True, slots=True)
-class _Least:
-    budget_bytes: int
-    op: str
+class _On:
+    """A step on a card, under a policy.
 
-    @classmethod
-    def of(cls, graph: StepGraph, card: Card, recipes: Recipes) -> _Least:
-        """Return the least budget that `joint` knows a plan for, and the op that needs most then."""
-        lanes = (
-            _AT_ONCE,
-            None,
-        )  # what waits for a copy fits as well as if there was nothing to wait for
-        least_bytes = min(
-            joint.plan(graph, 1, each).least_budget_bytes or graph.peak_bytes for each in lanes
+    Args:
+        graph: the recorded step.
+        card: the card.
+        policy: by which values leave.
+        measured: a record that was made on the card.
+    """
+
+    def __init__(
+        self, graph: StepGraph, card: Card, policy: Policy, measured: StepGraph | None
+    ) -> None:
+        self._card = card
+        self._policy = policy
+        self.there = on_card(graph, card, LIKELY, measured)
+        if measured is None:
+            self._fast, self._slow = on_card(graph, card, FAST), on_card(graph, card, SLOW)
+        else:  # what ops reach is known; how far from it this step may be is not
+            self._fast = replace(self.there, op_seconds=_LESS * self.there.op_seconds)
+            self._slow = replace(self.there, op_seconds=_MORE * self.there.op_seconds)
+        self._recipes = recipes_of(self.there)
+
+    def seconds(self, of: Callable[[StepGraph], float]) -> Seconds:
+        """Return what `of` comes to with ops as fast as is likely, at most and at least."""
+        return Seconds(of(self.there), of(self._fast), of(self._slow))
+
+    def least(self) -> tuple[int, str]:
+        """Return the least budget that is known to do, and the op that needs most then."""
+        policy, graph = self._policy, self.there
+        planner = PLANNERS[planner_of(policy) if policy.plans else "joint"]
+        # What waits for a copy fits as well as if there was nothing to wait for.
+        lanes = (_AT_ONCE, None) if Place.SWAPPED in policy.evicts_to else (None,)
+        least = [planner.plan(graph, 1, each).least_budget_bytes for each in lanes]
+        least_bytes = min(each or graph.peak_bytes for each in least)
+        found = under_policy(
+            policy.name, graph, least_bytes, self._card.links, recipes=self._recipes
         )
-        found = under_policy("auto", graph, least_bytes, card.links, recipes=recipes)
         if found.step is None:
-            return cls(
-                graph.peak_bytes,
-                graph.op_name[int(np.argmax(graph.op_ordinary_bytes + graph.op_watermark_bytes))],
-            )
-        step = found.step
-        ops = step.log[step.log["kind"] == _OP]
+            needs = graph.op_ordinary_bytes + graph.op_watermark_bytes
+            return graph.peak_bytes, graph.op_name[int(np.argmax(needs))]
+        ops = found.step.log[found.step.log["kind"] == _OP]
         needs = ops["bytes"] + graph.op_watermark_bytes[ops["number"]]
         op = int(ops["number"][int(np.argmax(needs))])
-        return cls(max(least_bytes, step.peak_bytes), graph.op_name[op])
+        return max(least_bytes, found.step.peak_bytes), graph.op_name[op]
 
+    def at_budget(self, budget_bytes: int, optimizer_peak_bytes: int) -> AtBudget:
+        """Return the step within a budget."""
+        links, recipes = self._card.links, self._recipes
+        found = under_policy(self._policy.name, self.there, budget_bytes, links, recipes=recipes)
+        step = found.step
+        if step is None:
+            return AtBudget(budget_bytes, fits=False, why_not=found.why_not)
+        peak_bytes = max(step.peak_bytes, optimizer_peak_bytes)
+        if peak_bytes > budget_bytes:
+            named = f"the step peaks at {format_bytes(peak_bytes)}"
+            return AtBudget(budget_bytes, fits=False, why_not=named)
 
-def _at_budget(
-    graph: StepGraph,
-    card: Card,
-    budget_bytes: int,
-    policy: str,
-    recipes: Recipes,
-    optimizer_peak_bytes: int,
-) -> AtBudget:
-    found = under_policy(policy, graph, budget_bytes, card.links, recipes=recipes)
-    if found.step is None:
-        return AtBudget(budget_bytes, fits=False, why_not=found.why_not)
-    peak_bytes = max(found.step.peak_bytes, optimizer_peak_bytes)
-    if peak_bytes > budget_bytes:
-        named = f"the step peaks at {format_bytes(peak_bytes)}"
-        return AtBudget(budget_bytes, fits=False, why_not=named)
-    return _row(graph, card, budget_bytes, get_policy(policy), found, recipes, peak_bytes)
+        def again(graph: StepGraph) -> float:
+            if graph is self.there:
+                return step.seconds
+            return simulate(
+                graph, found.plan, budget_bytes, self._policy, links, recipes=recipes
+            ).seconds
 
-
-def _row(
-    graph: StepGraph,
-    card: Card,
-    budget_bytes: int,
-    policy: Policy,
-    found: UnderPolicy,
-    recipes: Recipes,
-    peak_bytes: int,
-) -> AtBudget:
-    step = found.step
-    assert step is not None
-
-    def seconds(reach: Reach) -> float:
-        there = on_card(graph, card, reach)
-        return simulate(
-            there, found.plan, budget_bytes, policy, card.links, recipes=recipes
-        ).seconds
-
-    return AtBudget(
-        budget_bytes,
-        fits=True,
-        peak_bytes=peak_bytes,
-        seconds=Seconds(step.seconds, seconds(FAST), seconds(SLOW)),
-        rebuild_s=step.rebuild_s,
-        stall_s=step.stall_s,
-        dropped_bytes=step.dropped_bytes,
-        swapped_bytes=step.swapped_out_bytes,
-        kept_bytes=max(0, graph.activation_bytes - step.evicted_bytes),
-    )
+        return AtBudget(
+            budget_bytes,
+            fits=True,
+            peak_bytes=peak_bytes,
+            seconds=self.seconds(again),
+            rebuild_s=step.rebuild_s,
+            stall_s=step.stall_s,
+            dropped_bytes=step.dropped_bytes,
+            swapped_bytes=step.swapped_out_bytes,
+            kept_bytes=max(0, self.there.activation_bytes - step.evicted_bytes),
+        )

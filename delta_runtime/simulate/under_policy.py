@@ -30,6 +30,11 @@ def simulated_policies() -> list[str]:
     return [name for name, each in POLICIES.items() if each.filter and each.stress is Stress.NONE]
 
 
+def planner_of(policy: Policy) -> str:
+    """Return the name of the planner whose plans a policy follows, with what the policy may do."""
+    return _PLANNER_OF.get(policy.name, policy.planner)
+
+
 @dataclass(frozen=True, slots=True)
 class UnderPolicy:
     """A step under a policy and a budget, or why there is none.
@@ -83,7 +88,7 @@ def under_policy(
     at = _At(graph, budget_bytes, policy, links, host_bytes, recipes or recipes_of(graph))
     if not policy.plans:
         return UnderPolicy(at.simulated(None))
-    by = _PLANNER_OF.get(name, policy.planner)
+    by = planner_of(policy)
     planner = PLANNERS[by]
     found = at.planned(planner, 1.0)
     if by not in _WAITING or links is None or found.costs_little():
