@@ -21,11 +21,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import optimizer as optimizers
 
 from delta_runtime import cpu_pool
-from delta_runtime.measured_card import measured_card
 from delta_runtime.core.errors import UsageError
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.units import parse_budget
 from delta_runtime.extension import _C
+from delta_runtime.measured_card import measured_card
 from delta_runtime.record.dry_run import dry_run
 from delta_runtime.runtime import Runtime
 from delta_runtime.simulate.card import Card, load_card

@@ -51,10 +51,6 @@ Way find_way(const c10::OperatorHandle& op) {
   if (by_shape_alone().count(op.schema().name()) > 0) {
     return Way::Real;
   }
-  // copy_ is composite by name, and copies itself.
-  if (!op.hasKernelForDispatchKey(DispatchKey::CPU) && op.schema().name() != "aten::copy_") {
-    return Way::Composite;
-  }
   bool writes = false;
   for (const auto& argument : op.schema().arguments()) {
     writes |= argument.alias_info() != nullptr && argument.alias_info()->isWrite();
@@ -66,7 +62,13 @@ Way find_way(const c10::OperatorHandle& op) {
   const auto tags = op.getTags();
   const bool changes_view =
       std::find(tags.begin(), tags.end(), at::Tag::inplace_view) != tags.end();
-  return (aliases && !writes) || changes_view ? Way::Real : Way::Asked;
+  if ((aliases && !writes) || changes_view) {
+    return Way::Real;
+  }
+  // Kernels that are composite for a backend alone may compute by themselves: copy_, convolution.
+  const bool composite = !op.hasKernelForDispatchKey(DispatchKey::CPU) &&
+                         op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
+  return composite ? Way::Composite : Way::Asked;
 }
 
 // Storages whose content was never made. Weak owners keep their addresses from being used again.

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.nn import init
 
 from delta_runtime import _C
 from delta_runtime.core.errors import NeedsValues
@@ -152,10 +153,35 @@ def dry_run() -> Iterator[None]:
     with contextlib.ExitStack() as guards:
         for name in _READERS:
             guards.enter_context(_guarded(name))
+        guards.enter_context(_filled_at_once())
         try:
             yield
         finally:
             _C.dry_run.leave()
+
+
+@contextlib.contextmanager
+def _filled_at_once() -> Iterator[None]:
+    """Have no initializer draw again until all numbers lie within bounds: there are no numbers."""
+    name = "_no_grad_trunc_normal_"
+    draws = getattr(init, name, None)
+    if draws is None:
+        yield
+        return
+
+    @functools.wraps(draws)
+    def draw(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not _C.dry_run.is_entered():
+            return draws(tensor, *args, **kwargs)
+        with torch.no_grad():
+            return tensor.normal_()
+
+    setattr(init, name, draw)
+    try:
+        yield
+    finally:
+        if getattr(init, name) is draw:
+            setattr(init, name, draws)
 
 
 @contextlib.contextmanager

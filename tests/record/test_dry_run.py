@@ -118,17 +118,47 @@ def test_afterwards_all_is_as_before() -> None:
     assert (first @ first).abs().sum() > 0
 
 
-def test_no_memory_is_touched() -> None:
-    """A model of 2 GiB, with its optimizer and its activations, in a few MiB."""
+def linears() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(8))), torch.randn(4096, 8192)
+
+
+def convolutions() -> tuple[nn.Module, torch.Tensor]:
+    layers = [nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(inplace=True)]
+    layers += [nn.Conv2d(64, 64, 3, groups=4), nn.MaxPool2d(2), nn.ConvTranspose2d(64, 32, 2)]
+    layers += [nn.Upsample(scale_factor=2), nn.GroupNorm(4, 32), nn.GELU(), nn.Dropout()]
+    return nn.Sequential(*layers), torch.randn(128, 3, 224, 224)
+
+
+def transformer() -> tuple[nn.Module, torch.Tensor]:
+    layer = nn.TransformerEncoderLayer(1024, 16, 4096, batch_first=True)
+    return nn.TransformerEncoder(layer, 8), torch.randn(32, 1024, 1024)
+
+
+@pytest.mark.parametrize("build", [linears, convolutions, transformer])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_no_memory_is_touched(build, autocast: bool) -> None:
+    """Some GiB of tensors in a few MiB, weights, gradients and optimizer included."""
     cpu_pool.install()
+    cpu_pool.reset_peak()
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with dry_run():
-        model = nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(8)))
+        model, x = build()
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(2):
-            model(torch.randn(4096, 8192)).square().mean().backward()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                loss = model(x).square().mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        assert sum(p.nbytes for p in model.parameters()) > 2 << 30
     after_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert after_kib - before_kib < 256 * 1024
+    assert cpu_pool.peak_bytes() > 2 << 30
+    assert after_kib - before_kib < 300 * 1024
+
+
+def test_an_initializer_that_draws_until_it_fits_is_dry_too() -> None:
+    with dry_run():
+        weight = torch.empty(512, 512)
+        assert nn.init.trunc_normal_(weight) is weight
+    weight = nn.init.trunc_normal_(torch.empty(512, 512), std=1.0, a=-1.0, b=1.0)
+    assert 0 < weight.abs().max() <= 1
