@@ -207,7 +207,7 @@ def estimate(
         budget: bytes ("10GiB"), a share of what tensors can have on the card ("50%", 0.5), or several.
         policy: by which values leave device memory.
         measured: a record that was made on the card (`runtime.graph()`), of the same model with a smaller batch, say:
-            ops take as long there as they did.
+            ops take as long as they did there, and as much workspace.
 
     Returns:
         The estimate; it prints as a table.

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from delta_runtime.core.errors import UsageError
-from delta_runtime.core.step_graph import Floats, RecordedOn, StepGraph
+from delta_runtime.core.step_graph import Floats, Ints, RecordedOn, StepGraph
 from delta_runtime.core.transfer import Links
 
 FOLDER = Path(__file__).resolve().parent / "cards"
@@ -169,6 +169,20 @@ def op_seconds(
     return said
 
 
+def _watermarks(graph: StepGraph, measured: StepGraph | None) -> Ints:
+    own = graph.op_watermark_bytes
+    if measured is None or graph.work is None or measured.work is None:
+        return own
+    n = min(
+        graph.n_ops, measured.n_ops
+    )  # of what follows backward (an optimizer) one may have less
+    if graph.op_name[:n] != measured.op_name[:n]:
+        return own
+    moved, moved_there = graph.work.moved_bytes[:n], measured.work.moved_bytes[:n]
+    seen = measured.op_watermark_bytes[:n] * (moved / np.maximum(moved_there, 1))
+    return np.append(np.maximum(own[:n], seen.astype(np.int64)), own[n:])
+
+
 def _roofline(graph: StepGraph, card: Card, reach: Reach) -> Floats:
     work = graph.work
     if work is None:
@@ -197,7 +211,8 @@ def on_card(
 ) -> StepGraph:
     """Return the step with the seconds that it would take on a card, and the speed of its lanes.
 
-    Bytes are those of the record. What an op needs while it runs (workspaces) may be another amount on the card.
+    Bytes are those of the record; what an op needs while it runs (workspaces) may be another amount on the card. Where
+    `measured` is a record of the same ops, they need what was seen there, in the measure of the bytes that they move.
     Arguments are those of `op_seconds`.
 
     Raises:
@@ -207,6 +222,7 @@ def on_card(
         graph,
         op_seconds=op_seconds(graph, card, reach, measured),
         op_replay_seconds=np.full(graph.n_ops, np.nan),
+        op_watermark_bytes=_watermarks(graph, measured),
         recorded_on=RecordedOn(
             device=card.device,
             threads=1,

@@ -118,3 +118,20 @@ def test_a_file_of_ones_own_is_read_and_a_wrong_one_refused(tmp_path, change) ->
     path.write_text(json.dumps({**told, **change}))
     with pytest.raises(UsageError, match="not a card"):
         load_card(str(path))
+
+
+def test_what_was_measured_on_the_card_is_believed() -> None:
+    """Of half the bytes: ops take twice the seconds that they took there, and workspaces twice the bytes."""
+    card = load_card("rtx3090")
+    whole = with_work([0.0] * 12, [2 << 30] * 12)
+    half = with_work([0.0] * 12, [1 << 30] * 12)
+    seen = np.linspace(0.1, 0.2, half.n_ops)
+    half = replace(half, op_seconds=seen, op_watermark_bytes=half.op_watermark_bytes * 4)
+    there = on_card(whole, card, measured=half)
+    same_name = [name == whole.op_name[0] for name in whole.op_name]
+    assert there.op_seconds[same_name].sum() == pytest.approx(2 * seen[same_name].sum())
+    assert there.op_watermark_bytes.tolist() == (8 * whole.op_watermark_bytes).tolist()
+    other = replace(half, op_name=("another", *half.op_name[1:]))
+    assert on_card(whole, card, measured=other).op_watermark_bytes.tolist() == (
+        whole.op_watermark_bytes.tolist()
+    )
