@@ -8,7 +8,7 @@ are those of the published models, with random weights. Needs transformers and p
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -35,21 +35,36 @@ def _trains(model: nn.Module, inputs: dict[str, torch.Tensor], *, autocast: bool
     return step
 
 
-def _llama_lora(*, checkpointing: bool) -> Callable[[], Step]:
+def llama_lora(
+    *,
+    batch: int = 1,
+    tokens: int = 4096,
+    rank: int = 16,
+    targets: Sequence[str] = ("q_proj", "v_proj"),
+    dropout: float = 0.0,
+    checkpointing: bool = False,
+    vocabulary: int = _TOKENS,
+) -> Callable[[], Step]:
+    """Return a builder of Llama-2 7B with LoRA in bfloat16, or of one with another vocabulary."""
+
     def build() -> Step:
         from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForCausalLM, LlamaConfig
 
-        config = LlamaConfig(use_cache=False)  # its defaults are those of Llama-2 7B
+        config = LlamaConfig(use_cache=False, vocab_size=vocabulary)  # its defaults are those of 7B
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         lora = LoraConfig(
-            r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+            r=rank,
+            lora_alpha=2 * rank,
+            lora_dropout=dropout,
+            target_modules=list(targets),
+            task_type="CAUSAL_LM",
         )
         model = get_peft_model(model, lora)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
-        ids = torch.randint(0, _TOKENS, (1, 4096))
+        ids = torch.randint(0, _TOKENS, (batch, tokens))
         return _trains(model, {"input_ids": ids, "labels": ids}, autocast=False)
 
     return build
@@ -121,13 +136,13 @@ def _t5_large() -> Step:
 
 MODELS: Mapping[str, Callable[[], Step]] = MappingProxyType(
     {
-        "llama7b_lora": _llama_lora(checkpointing=False),
+        "llama7b_lora": llama_lora(),
         "gpt2_medium": _gpt2_medium,
         "vit_large": _vit_large,
         "resnet50": _resnet50,
         "bert_large": _bert_large,
         "t5_large": _t5_large,
-        "llama7b_lora_checkpointed": _llama_lora(checkpointing=True),
+        "llama7b_lora_checkpointed": llama_lora(checkpointing=True),
     }
 )
 TEXTS: Mapping[str, str] = MappingProxyType(
