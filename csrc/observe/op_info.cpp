@@ -542,7 +542,8 @@ OpWork work_of(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs) {
         work.dtype = static_cast<int32_t>(t.scalar_type());
         floats = t.is_floating_point();
       }
-      work.moved_bytes += first && info.reads_a_part ? 0 : touched_bytes(t);
+      const bool unread = info.factory || info.makes_unknown || (first && info.reads_a_part);
+      work.moved_bytes += unread ? 0 : touched_bytes(t);
       first = false;
     });
   }

@@ -71,7 +71,7 @@ double convolution_backward(Inputs in) {
   return once * ((mask.get(0) ? 1 : 0) + (mask.get(1) ? 1 : 0));
 }
 
-// Scores, and what they weigh. A mask, or that it is causal, saves nothing here.
+// Scores, and what they weigh; of a causal one half. A mask saves nothing.
 double attention_of(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
   const auto queries = static_cast<double>(query.numel());
   return 2.0 * static_cast<double>(key.size(-2)) *
@@ -79,13 +79,21 @@ double attention_of(const at::Tensor& query, const at::Tensor& key, const at::Te
           queries / static_cast<double>(query.size(-1)) * static_cast<double>(value.size(-1)));
 }
 
+double share_of(Inputs in, size_t is_causal) {
+  return is_causal < in.size() && in[is_causal].isBool() && in[is_causal].toBool() ? 0.5 : 1.0;
+}
+
+template <size_t IsCausal>
 double attention(Inputs in) {
-  return attention_of(in[0].toTensor(), in[1].toTensor(), in[2].toTensor());
+  return share_of(in, IsCausal) *
+         attention_of(in[0].toTensor(), in[1].toTensor(), in[2].toTensor());
 }
 
 // Five products where forward has two: the scores are made again.
+template <size_t IsCausal>
 double attention_backward(Inputs in) {
-  return 2.5 * attention_of(in[1].toTensor(), in[2].toTensor(), in[3].toTensor());
+  return 2.5 * share_of(in, IsCausal) *
+         attention_of(in[1].toTensor(), in[2].toTensor(), in[3].toTensor());
 }
 
 }  // namespace
@@ -106,14 +114,14 @@ CountFlops find_flops(const std::string& name) {
       {"aten::_convolution", &convolution},
       {"aten::convolution_overrideable", &convolution},
       {"aten::convolution_backward", &convolution_backward},
-      {"aten::_scaled_dot_product_flash_attention", &attention},
-      {"aten::_scaled_dot_product_flash_attention_for_cpu", &attention},
-      {"aten::_scaled_dot_product_efficient_attention", &attention},
-      {"aten::_scaled_dot_product_cudnn_attention", &attention},
-      {"aten::_scaled_dot_product_flash_attention_backward", &attention_backward},
-      {"aten::_scaled_dot_product_flash_attention_for_cpu_backward", &attention_backward},
-      {"aten::_scaled_dot_product_efficient_attention_backward", &attention_backward},
-      {"aten::_scaled_dot_product_cudnn_attention_backward", &attention_backward},
+      {"aten::_scaled_dot_product_flash_attention", &attention<4>},
+      {"aten::_scaled_dot_product_flash_attention_for_cpu", &attention<4>},
+      {"aten::_scaled_dot_product_efficient_attention", &attention<6>},
+      {"aten::_scaled_dot_product_cudnn_attention", &attention<6>},
+      {"aten::_scaled_dot_product_flash_attention_backward", &attention_backward<11>},
+      {"aten::_scaled_dot_product_flash_attention_for_cpu_backward", &attention_backward<7>},
+      {"aten::_scaled_dot_product_efficient_attention_backward", &attention_backward<11>},
+      {"aten::_scaled_dot_product_cudnn_attention_backward", &attention_backward<14>},
   };
   const auto found = known.find(name);
   return found != known.end() ? found->second : nullptr;

@@ -33,7 +33,8 @@ struct OpenOp {
   int64_t managed_bytes = 0;        // of all pages that are resident at its begin
   int64_t managed_input_bytes = 0;  // of those that it reads; 0 while nothing is logged
   int64_t log_index = -1;
-  int32_t depth = 0;  // of what it makes
+  c10::SmallVector<const c10::StorageImpl*, 8> logged_inputs;  // of the row
+  int32_t depth = 0;                                           // of what it makes
   StrangerDraws::Mark strangers;
   size_t facts = 0;     // index into what OpObserver knows of ops
   bool timed = false;   // its seconds count

@@ -28,6 +28,34 @@ void StepLog::forget() {
 
 // ---------------------------------------------------------------- rows
 
+namespace {
+
+// Bytes of what an op returned and wrote. One that returned parts of what it was given, and is not
+// said to write, has done nothing: `read_bytes` are taken back.
+int64_t written_bytes(const OpenOp& open, c10::ArrayRef<const c10::IValue> outputs,
+                      int64_t read_bytes) {
+  if (open.info->makes_unknown) {
+    return 0;
+  }
+  int64_t bytes = 0;
+  bool any = false;
+  bool is_view = !open.info->any_write;
+  for (const auto& x : outputs) {
+    for_each_tensor(x, [&](const at::Tensor& t, int) {
+      if (!t.defined() || !t.has_storage()) {
+        return;
+      }
+      any = true;
+      const auto& given = open.logged_inputs;
+      is_view &= std::find(given.begin(), given.end(), storage_of(t)) != given.end();
+      bytes += touched_bytes(t);
+    });
+  }
+  return any && is_view ? -read_bytes : bytes;
+}
+
+}  // namespace
+
 LoggedOp StepLog::new_row(const OpInfo& info) {
   LoggedOp row{};
   row.name_hash = info.name_hash;
@@ -82,6 +110,14 @@ void StepLog::begin(OpenOp& open, c10::ArrayRef<const c10::IValue> inputs) {
     });
   }
   open.managed_input_bytes = row.input_bytes;
+  open.logged_inputs.clear();
+  for (const auto& x : inputs) {
+    for_each_tensor(x, [&](const at::Tensor& t, int) {
+      if (t.defined() && t.has_storage()) {
+        open.logged_inputs.push_back(storage_of(t));
+      }
+    });
+  }
   const OpWork work = work_of(*open.info, inputs);
   row.flops = work.flops;
   row.moved_bytes = work.moved_bytes;
@@ -99,11 +135,7 @@ LoggedOp* StepLog::row_of(const OpenOp& open) {
 void StepLog::end(OpenOp& open, c10::ArrayRef<const c10::IValue> outputs, double seconds,
                   int64_t watermark_bytes) {
   if (LoggedOp* row = row_of(open); row != nullptr) {
-    for (const auto& x : outputs) {
-      for_each_tensor(x, [&](const at::Tensor& t, int) {
-        row->moved_bytes += open.info->makes_unknown ? 0 : touched_bytes(t);
-      });
-    }
+    row->moved_bytes += written_bytes(open, outputs, row->moved_bytes);
     row->seconds = seconds;
     row->watermark_bytes = watermark_bytes;
     row->first_output = static_cast<int32_t>(outputs_.size());

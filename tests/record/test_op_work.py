@@ -86,6 +86,14 @@ def test_attention_has_two_products_forward_and_five_backward() -> None:
     assert work_of(recorded(loss)).flops.sum() == 7 * product
 
 
+def test_of_causal_attention_half_is_done() -> None:
+    def loss() -> torch.Tensor:
+        q = t(2, 4, 16, 8)
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True).sum()
+
+    assert work_of(recorded(loss)).flops.sum() == 7 * (2 * (2 * 4) * 16 * 16 * 8) / 2
+
+
 @pytest.mark.parametrize("name", ["resnet", "gpt2_sdpa", "gpt2_eager", "unet", "swin"])
 def test_models_are_counted_as_torch_counts_them(name: str) -> None:
     built = ZOO[name].build()
@@ -103,6 +111,18 @@ def test_bytes_are_those_that_are_read_and_written() -> None:
     assert moved["aten::embedding"] == rows.nbytes + taken  # not the whole table
     assert moved["aten::mul.Tensor"] == pytest.approx(2 * taken, abs=8)  # and a number
     assert moved["aten::sigmoid"] == taken + 8 * taken  # expanded elements lie at the same places
+
+
+def test_views_and_empty_memory_move_nothing() -> None:
+    def loss() -> torch.Tensor:
+        x = t(4, 8, 16)
+        return F.linear(x, t(32, 16)).sigmoid().mul(torch.empty_like(x.new_zeros(4, 8, 32))).sum()
+
+    graph = recorded(loss)
+    moved = list(zip(graph.op_name, work_of(graph).moved_bytes.tolist(), strict=True))
+    free = [bytes_ for name, bytes_ in moved if name in ("aten::_unsafe_view", "aten::empty_like")]
+    assert len(free) >= 2
+    assert set(free) == {0}
 
 
 def test_the_file_keeps_it() -> None:
