@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import Any
 
 import delta_runtime.extension  # noqa: F401 - the loops of planners
-from benchmarks.common import console, machine, words, write_json
+from benchmarks.common import console, machine, words, write_docs, write_json
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.units import format_bytes, format_seconds
 from delta_runtime.dry_step import DryStep, record_dry_step
@@ -200,17 +200,6 @@ def worst(points: Sequence[Point]) -> tuple[float, str]:
     return max(found)
 
 
-def write_docs(page: Path, tables: Mapping[str, Sequence[str]]) -> None:
-    """Put tables between their markers on a page."""
-    text = page.read_text(encoding="utf-8")
-    for name, lines in tables.items():
-        begin, end = f"<!-- {name}: written by benchmarks/cards.py -->", f"<!-- end of {name} -->"
-        before, rest = text.split(begin)
-        _, after = rest.split(end)
-        text = before + begin + "\n" + "\n".join(lines) + "\n" + end + after
-    page.write_text(text, encoding="utf-8")
-
-
 def draw(points: Sequence[Point], path: Path) -> None:
     """Draw step time against budget: a row of pictures for each card, one for each model."""
     from matplotlib.figure import Figure
@@ -279,8 +268,7 @@ def main() -> int:
         "wins": wins_table(points),
     }
     console.print("\n".join([*tables["policies"], "", *tables["wins"]]))
-    if options.docs:
-        write_docs(options.docs, tables)
+    write_docs(options.docs, tables)
     if options.plot:
         draw(points, options.plot)
     slower, where = worst(points)

@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,19 @@ def write_json(path: Path | None, content: Any) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def write_docs(page: Path | None, tables: Mapping[str, Sequence[str]]) -> None:
+    """Put tables between their markers on a page, where one is asked for."""
+    if page is None:
+        return
+    text = page.read_text(encoding="utf-8")
+    for name, lines in tables.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        before, rest = text.split(begin)
+        _, after = rest.split(end)
+        text = before + begin + "\n" + "\n".join(lines) + "\n" + end + after
+    page.write_text(text, encoding="utf-8")
 
 
 def train_step(state: TrainState, batch: Batch, runtime: delta.Runtime | None = None) -> None:

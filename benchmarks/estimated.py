@@ -8,6 +8,7 @@ Takes about half an hour on two idle cores (`--models tiny_gpt --rounds 3`: a mi
 budget is told wrongly.
 
     python -m benchmarks.estimated [--models resnet50,gpt,vit,llama,bert,unet] [--rounds 7] [--json FILE]
+        [--docs docs/estimates.md]
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from benchmarks.common import (
     measure,
     train_step,
     words,
+    write_docs,
     write_json,
 )
 from benchmarks.planned import settle, timed
@@ -298,6 +300,25 @@ def show(rows: list[Row]) -> None:
     )
 
 
+def docs_table(rows: list[Row]) -> list[str]:
+    """Return the lines of a table in Markdown."""
+    lines = [
+        "| model | really least, told | at | fits: really, told | step / ordinary step: measured | told | off by |",
+        "|---|--:|--:|---|--:|--:|--:|",
+    ]
+    for row in rows:
+        least = f"{row.really_least_bytes / MIB:.0f} MiB, {row.told_least_bytes / row.really_least_bytes - 1:+.1%}"
+        fits = ", ".join("yes" if each else "no" for each in (row.really_fits, row.told_fits))
+        cells = [row.model, least, f"{row.share:.1f}", fits]
+        cells += [
+            "" if row.ratio is None else row.ratio.text(),
+            "" if row.told_ratio is None else f"{row.told_ratio:.3f}",
+            "" if row.error is None else f"{row.error:+.1%}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
 def main() -> int:
     """Measure, estimate, and compare."""
     parser = argparse.ArgumentParser(
@@ -306,6 +327,7 @@ def main() -> int:
     parser.add_argument("--models", type=words, default=words("resnet50,gpt,vit,llama,bert,unet"))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--docs", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
     cpu_pool.install()
@@ -317,6 +339,7 @@ def main() -> int:
         rows += run(model, options.rounds, card)
         show(rows)
         write_json(options.json, {"machine": machine(), "rows": [asdict(row) for row in rows]})
+    write_docs(options.docs, {"estimated": docs_table(rows)})
     return 0 if all(row.really_fits == row.told_fits for row in rows) else 1
 
 

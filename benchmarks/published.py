@@ -21,8 +21,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from benchmarks.cards import write_docs
-from benchmarks.common import console, machine, write_json
+from benchmarks.common import console, machine, write_docs, write_json
 from delta_runtime.dry_step import record_dry_step
 from delta_runtime.simulate.card import FAST, LIKELY, SLOW, load_card, op_seconds
 from scripts.card_models import Step, llama_lora
@@ -149,8 +148,7 @@ def main() -> int:
         f"{most / _GB:.2f} GB."
     )
     write_json(options.json, {"machine": machine(), "rows": [asdict(row) for row in rows]})
-    if options.docs:
-        write_docs(options.docs, {"published": table(rows)})
+    write_docs(options.docs, {"published": table(rows)})
     return 0
 
 

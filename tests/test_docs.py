@@ -52,10 +52,13 @@ def test_a_file_that_is_not_there_is_found():
     assert missing_files("see `csrc/nowhere.cpp` and `runtime.py`") == ["csrc/nowhere.cpp"]
 
 
-def test_the_calls_of_the_planners_page_hold(monkeypatch):
+@pytest.mark.parametrize(
+    ("page", "asserts"), [("planners.md", 11), ("simulator.md", 3), ("estimates.md", 3)]
+)
+def test_the_calls_of_a_page_hold(monkeypatch, page, asserts):
     pytest.importorskip("scipy")
     monkeypatch.chdir(ROOT)
-    text = (ROOT / "docs" / "planners.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     code = "".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    assert code.count("assert ") >= 11
+    assert code.count("assert ") >= asserts
     exec(code, {})

@@ -17,13 +17,16 @@ from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
 from delta_runtime.core.units import format_bytes, format_seconds
 from delta_runtime.online.policies import Policy, get_policy
+from delta_runtime.planners.bounds import bounds_of
 from delta_runtime.planners.registry import PLANNERS
 from delta_runtime.simulate.card import FAST, LIKELY, SLOW, Card, on_card
 from delta_runtime.simulate.under_policy import planner_of, simulate, under_policy
+from delta_runtime.simulate.virtual_step import SimulatedStep
 
 _OP = 0  # LogKind in csrc/simulate/virtual_step.h
 _AT_ONCE = Links(1e18, 1e18)
 _LESS, _MORE = 0.8, 1.25  # of seconds that were measured: what another batch may take
+_FINE = 0.01  # the search for the least budget ends there
 _ABOVE_LEAST = 1.02  # the lowest of the budgets where none is named
 
 
@@ -214,23 +217,43 @@ class _On:
         return Seconds(of(self.there), of(self._fast), of(self._slow))
 
     def least(self) -> tuple[int, str]:
-        """Return the least budget that is known to do, and the op that needs most then."""
+        """Return the least budget that is known to do, and the op that needs most then.
+
+        A planner that is asked for too little says what it would need; by halves less is found.
+        """
         policy, graph = self._policy, self.there
         planner = PLANNERS[planner_of(policy) if policy.plans else "joint"]
         # What waits for a copy fits as well as if there was nothing to wait for.
         lanes = (_AT_ONCE, None) if Place.SWAPPED in policy.evicts_to else (None,)
         least = [planner.plan(graph, 1, each).least_budget_bytes for each in lanes]
         least_bytes = min(each or graph.peak_bytes for each in least)
-        found = under_policy(
-            policy.name, graph, least_bytes, self._card.links, recipes=self._recipes
-        )
-        if found.step is None:
+        step = self._within(least_bytes)
+        too_low = min(bounds_of(graph).lower_bytes, least_bytes) - 1
+        if step is None:  # simulated, what the planner thought of does not fit
+            too_low, least_bytes = least_bytes, graph.peak_bytes
+        while least_bytes - too_low > _FINE * least_bytes:
+            middle = (too_low + least_bytes) // 2
+            tried = self._within(middle)
+            if tried is None:
+                too_low = middle
+            else:
+                step, least_bytes = tried, middle
+        if step is None:
             needs = graph.op_ordinary_bytes + graph.op_watermark_bytes
             return graph.peak_bytes, graph.op_name[int(np.argmax(needs))]
-        ops = found.step.log[found.step.log["kind"] == _OP]
+        ops = step.log[step.log["kind"] == _OP]
         needs = ops["bytes"] + graph.op_watermark_bytes[ops["number"]]
         op = int(ops["number"][int(np.argmax(needs))])
-        return max(least_bytes, found.step.peak_bytes), graph.op_name[op]
+        return least_bytes, graph.op_name[op]
+
+    def _within(self, budget_bytes: int) -> SimulatedStep | None:
+        """Return the step within a budget; None where it does not fit."""
+        links = self._card.links
+        found = under_policy(
+            self._policy.name, self.there, budget_bytes, links, recipes=self._recipes
+        )
+        fits = found.step is not None and found.step.peak_bytes <= budget_bytes
+        return found.step if fits else None
 
     def at_budget(self, budget_bytes: int, optimizer_peak_bytes: int) -> AtBudget:
         """Return the step within a budget."""
