@@ -64,12 +64,15 @@ class _Watch:
         self._runtime = runtime
         self._enough = enough
         self._entered = False
-        self._steps = 0
+        self._steps: dict[int, int] = {}
+        self._grown: dict[int, int] = {}
         self._before_bytes = 0
         self.optimizer_tick = 0
         """Of the step: its last op before the optimizer's."""
         self.optimizer_peak_bytes = 0
-        self.new_state_bytes = 0
+        self._states: list[tuple[Any, dict[Any, Any]]] = []
+        self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._seen: set[int] = set()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -86,6 +89,7 @@ class _Watch:
                 handle.remove()
             if self._entered:
                 self._runtime.__exit__(None, None, None)
+            self._give_back()
 
     def enter(self) -> None:
         """Enter the runtime now, where no module's forward has."""
@@ -93,21 +97,44 @@ class _Watch:
             self._runtime.__enter__()
             self._entered = True
 
+    @property
+    def new_state_bytes(self) -> int:
+        """Bytes of optimizers' state that came to be in the last step."""
+        return sum(self._grown.values())
+
+    def _give_back(self) -> None:
+        """Give optimizers the state that they had, and parameters their gradients: what came since is worth nothing."""
+        for optimizer, state in self._states:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+        for parameter, gradient in self._grads:
+            parameter.grad = gradient
+
     def _at_forward(self, module: torch.nn.Module, _: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in self._seen:
+                self._seen.add(id(parameter))
+                self._grads.append((parameter, parameter.grad))
         if module.training and torch.is_grad_enabled():
             self.enter()
 
-    def _before_optimizer(self, *_: Any) -> None:
+    def _before_optimizer(self, optimizer: Any, *_: Any) -> None:
+        if id(optimizer) not in self._steps:
+            self._steps[id(optimizer)] = 0
+            self._states.append(
+                (optimizer, {key: dict(each) for key, each in optimizer.state.items()})
+            )
+        if len(set(self._steps.values())) == 1:  # the first of its step
+            session = self._runtime.session
+            self.optimizer_tick = session.tick() - session.step_begin_tick()
         self._before_bytes = _C.cpu_pool.live_bytes()
-        session = self._runtime.session
-        self.optimizer_tick = session.tick() - session.step_begin_tick()
         _C.cpu_pool.reset_peak()
 
-    def _after_optimizer(self, *_: Any) -> None:
-        self.optimizer_peak_bytes = _C.cpu_pool.peak_bytes()
-        self.new_state_bytes = max(0, _C.cpu_pool.live_bytes() - self._before_bytes)
-        self._steps += 1
-        if self._steps == self._enough:
+    def _after_optimizer(self, optimizer: Any, *_: Any) -> None:
+        self.optimizer_peak_bytes = max(self.optimizer_peak_bytes, _C.cpu_pool.peak_bytes())
+        self._grown[id(optimizer)] = max(0, _C.cpu_pool.live_bytes() - self._before_bytes)
+        self._steps[id(optimizer)] += 1
+        if self._enough and min(self._steps.values()) >= self._enough:
             raise _Enough
 
 

@@ -73,18 +73,56 @@ def test_without_budgets_they_lie_between_the_least_and_the_card() -> None:
     assert kept == sorted(kept, reverse=True)
 
 
-def test_the_programs_own_tensors_and_numbers_are_untouched() -> None:
-    model = nn.Linear(64, 64)
-    before = [p.detach().clone() for p in model.parameters()]
-    state = torch.random.get_rng_state()
+def test_training_goes_on_after_an_estimate_as_without_one() -> None:
+    """Weights, running statistics, gradients, the optimizer's state and random numbers are what they were."""
 
-    def step() -> None:
-        model(torch.randn(512, 64)).square().mean().backward()
+    def losses(*, estimated: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(), nn.Linear(64, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        x, y = torch.randn(512, 64), torch.randn(512, 1)
 
-    record_dry_step(step)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert entered() is None
+        def step() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        def step_without_result() -> None:
+            step()
+
+        seen = []
+        for index in range(6):
+            if estimated and index in (0, 3):
+                delta.estimate(step_without_result, card="rtx3060", budget="100%")
+            seen.append(float(step()))
+        assert entered() is None
+        return seen
+
+    assert losses(estimated=True) == losses(estimated=False)
+
+
+def test_of_two_optimizers_both_have_their_state() -> None:
+    def build_two():
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+        weights = list(model.parameters())
+        two = [torch.optim.AdamW(weights[:DEPTH]), torch.optim.AdamW(weights[DEPTH:])]
+        x = torch.randn(ROWS, WIDTH)
+
+        def step() -> None:
+            model(x).square().mean().backward()
+            for each in two:
+                each.step()
+            model.zero_grad()
+
+        return step
+
+    one = record_dry_step(build).graph
+    for step in (build_two, lambda: build_two()()):
+        two = record_dry_step(step).graph
+        assert two.persistent_bytes == pytest.approx(one.persistent_bytes, rel=0.01)
+        assert two.peak_bytes == pytest.approx(one.peak_bytes, rel=0.02)
 
 
 def test_a_step_that_asks_for_a_number_names_its_line_and_leaves_all_as_it_was() -> None:
@@ -139,6 +177,20 @@ def test_a_script_ends_after_its_second_step(tmp_path: Path, capsys, monkeypatch
     assert (
         main(["plan", str(out), "--card", "t4", "--planners", "joint", "--bound-seconds", "0"]) == 0
     )
+
+
+def test_a_script_that_saves_at_its_end_keeps_what_is_there(
+    tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["delta"])
+    script, saved = tmp_path / "train.py", tmp_path / "weights.pt"
+    script.write_text(
+        f"{SCRIPT}\n".replace("for step", "try:\n  for step", 1).replace("\n    ", "\n      ")
+        + f"finally:\n  torch.save(model.state_dict(), {str(saved)!r})\n"
+    )
+    with pytest.raises(SystemExit):
+        main(["estimate", str(script)])
+    assert "torch.save" in capsys.readouterr().err
 
 
 def test_a_script_that_prints_its_loss_is_told_the_line(

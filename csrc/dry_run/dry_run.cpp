@@ -4,6 +4,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include <cstring>
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
@@ -66,8 +67,10 @@ Way find_way(const c10::OperatorHandle& op) {
     return Way::Real;
   }
   // Kernels that are composite for a backend alone may compute by themselves: copy_, convolution.
-  const bool composite = !op.hasKernelForDispatchKey(DispatchKey::CPU) &&
-                         op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
+  // This one allocates much on the way.
+  const bool composite = (!op.hasKernelForDispatchKey(DispatchKey::CPU) &&
+                          op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd)) ||
+                         op.schema().name() == "aten::_trilinear";
   return composite ? Way::Composite : Way::Asked;
 }
 
@@ -105,8 +108,15 @@ Unknown& unknown() {
   return *storages;
 }
 
+// Tensors of the program that ops computed into, as they were before: they get that back.
+struct Original {
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  std::string content;
+};
+
 std::mutex g_mutex;
 std::vector<Ask> g_asks;
+std::vector<Original> g_originals;
 std::unordered_map<std::string, Way> g_ways;
 
 Way way_of(const c10::OperatorHandle& op) {
@@ -187,7 +197,7 @@ torch::jit::Stack without_memory(c10::ArrayRef<const IValue> arguments,
                                  const std::vector<at::Tensor>& tensors,
                                  std::vector<at::Tensor>& bare) {
   for (const auto& t : tensors) {
-    bare.push_back(t.layout() == at::kStrided
+    bare.push_back(t.layout() == at::kStrided && !t.is_quantized()
                        ? at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta))
                        : t);
   }
@@ -223,6 +233,52 @@ torch::jit::Stack without_memory(c10::ArrayRef<const IValue> arguments,
     }
   }
   return stack;
+}
+
+// Whether it was made by somebody else's imitation, or has no content anyway: none of ours.
+bool is_of_others(c10::ArrayRef<const IValue> arguments) {
+  bool found = false;
+  for (const auto& argument : arguments) {
+    found |= argument.isDevice() && argument.toDevice().is_meta();
+    for_each_tensor(argument, [&](const at::Tensor& t, int) {
+      found |= t.defined() && (t.is_meta() || t.key_set().has(DispatchKey::Python));
+    });
+  }
+  return found;
+}
+
+void keep_originals(const c10::OperatorHandle& op, c10::ArrayRef<const IValue> arguments) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* alias = op.schema().arguments()[i].alias_info();
+    if (alias == nullptr || !alias->isWrite()) {
+      continue;
+    }
+    for_each_tensor(arguments[i], [&](const at::Tensor& t, int) {
+      if (!t.defined() || !t.has_storage() || t.storage().data() == nullptr) {
+        return;
+      }
+      std::lock_guard<std::mutex> guard(g_mutex);
+      auto* impl = t.storage().unsafeGetStorageImpl();
+      const bool kept = std::any_of(
+          g_originals.begin(), g_originals.end(),
+          [&](const Original& each) { return each.storage._unsafe_get_target() == impl; });
+      if (!kept) {
+        g_originals.push_back(
+            {t.storage().getWeakStorageImpl(),
+             std::string(static_cast<const char*>(t.storage().data()), t.storage().nbytes())});
+      }
+    });
+  }
+}
+
+void give_originals_back() {
+  for (const auto& each : g_originals) {
+    if (auto storage = each.storage.lock()) {
+      std::memcpy(storage->mutable_data(), each.content.data(),
+                  std::min(each.content.size(), storage->nbytes()));
+    }
+  }
+  g_originals.clear();
 }
 
 void note_written(const c10::OperatorHandle& op, c10::ArrayRef<const IValue> arguments) {
@@ -283,6 +339,7 @@ void ask_and_push(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     return current_ask()(op, given, bare, known, numbers);
   }();
   if (!answer.has_value() || (known && makes_small(*answer))) {
+    keep_originals(op, arguments);
     op.redispatchBoxed(keys, stack);
     return;
   }
@@ -297,7 +354,8 @@ void ask_and_push(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 void dry(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, DispatchKey::Fake);
   const Way way = way_of(op);
-  if (way == Way::Composite) {
+  const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+  if (way == Way::Composite || is_of_others(arguments)) {
     op.redispatchBoxed(below, stack);
     return;
   }
@@ -327,6 +385,9 @@ void leave() {
     std::lock_guard<std::mutex> guard(g_mutex);
     g_asks.pop_back();
     last = g_asks.empty();
+    if (last) {
+      give_originals_back();
+    }
   }
   if (last) {
     c10::impl::tls_set_dispatch_key_included(DispatchKey::Fake, false);

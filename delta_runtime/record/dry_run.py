@@ -11,6 +11,8 @@ import functools
 import linecache
 import os
 import sys
+import sysconfig
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -25,16 +27,23 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.nn import init
+from torch.utils import deterministic
 
 from delta_runtime import _C
-from delta_runtime.core.errors import NeedsValues
+from delta_runtime.core.errors import NeedsValues, UsageError
 
 _NOT_THE_PROGRAM = (
     f"{Path(str(torch.__file__)).parent}{os.sep}",
     f"{Path(__file__).parents[1]}{os.sep}",
 )
+_LIBRARIES = tuple(
+    {f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")}
+)
 _CPU = torch.device("cpu")
-_READERS = ("tolist", "numpy", "__array__")
+_READERS = ("tolist", "numpy", "__array__", "__dlpack__", "__reduce_ex__")
+"""Methods of tensors that give their content away, and are no ops."""
+_SAFETENSORS = ("_flatten_as_ptr", "_flatten", "_tobytes")
+"""What saving goes through in `safetensors.torch`, by its versions: it reads memory by its address."""
 _aten = torch.ops.aten
 _CONTIGUOUS = frozenset(
     {_aten.native_layer_norm_backward.default, _aten._log_softmax_backward_data.default}
@@ -51,15 +60,18 @@ def _asks_for(what: str) -> NeedsValues:
 
 
 def _line_of_the_program() -> str:
-    """Return the innermost line that is neither of torch nor of this package."""
+    """Return the innermost line of the program itself, else of a library: neither of torch nor of this package."""
     frame: FrameType | None = sys._getframe()
+    of_a_library = ""
     while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith((*_NOT_THE_PROGRAM, "<")):
-            line = linecache.getline(path, frame.f_lineno).strip()
-            return f"{path}:{frame.f_lineno}: {line}"
+        path, number = frame.f_code.co_filename, frame.f_lineno
+        if not path.startswith((*_NOT_THE_PROGRAM, "<frozen", "<string>")):
+            told = f"{path}:{number}: {linecache.getline(path, number).strip()}".rstrip(": ")
+            if not path.startswith(_LIBRARIES):
+                return f"{told}, by way of {of_a_library}" if of_a_library else told
+            of_a_library = of_a_library or told
         frame = frame.f_back
-    return ""
+    return of_a_library
 
 
 class _Shapes:
@@ -81,6 +93,8 @@ class _Shapes:
 
         None where that depends on their content, and the content is known: then the op computes.
         """
+        if any(t.layout is not torch.strided or t.is_quantized for t in tensors):
+            raise _asks_for(f"{op} takes a sparse or quantized tensor")
         fakes = {id(t): FakeTensor(self._mode, t, _CPU) for t in tensors}
         before = [fakes[id(t)].shape for t in tensors]
 
@@ -133,6 +147,8 @@ def _one(t: Any, number: dict[int, int], storages: dict[int, int], order: list[A
         return None
     if id(t) in number:
         return number[id(t)]
+    if t.layout is not torch.strided or t.is_quantized:
+        raise _asks_for("an op returns a sparse or quantized tensor")
     geometry = list(t.shape), list(t.stride())
     of = storages.get(t.untyped_storage()._cdata)
     if of is not None:
@@ -140,24 +156,39 @@ def _one(t: Any, number: dict[int, int], storages: dict[int, int], order: list[A
     return (*geometry, t.dtype)
 
 
+_owner: threading.Thread | None = None
+"""The thread that a dry run is on."""
+
+
 @contextlib.contextmanager
 def dry_run() -> Iterator[None]:
     """Have ops of this thread, and of the backward that it calls, compute nothing.
 
-    Small tensors that depend on no big ones (masks, positions, an optimizer's count of steps) are computed still.
+    Small tensors that depend on no big ones (masks, positions, an optimizer's count of steps) are computed still; those
+    that were there before have their content back afterwards. From the first dry run on, methods that give a tensor's
+    content away (`numpy`, `tolist`, pickling) look whether there is one.
 
     Raises:
         NeedsValues: from within; code asked for a number that was not computed. The tensors are worth nothing then.
+        UsageError: another thread is in a dry run.
     """
+    global _owner
+    outermost = _owner is None
+    if not outermost and _owner is not threading.current_thread():
+        raise UsageError("Another thread is in a dry run.", change="Let it end first.")
+    _guard_readers()
+    filled = deterministic.fill_uninitialized_memory
+    deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]
+    _owner = threading.current_thread()
     _C.dry_run.enter(_Shapes())
-    with contextlib.ExitStack() as guards:
-        for name in _READERS:
-            guards.enter_context(_guarded(name))
-        guards.enter_context(_filled_at_once())
-        try:
+    try:
+        with _filled_at_once():
             yield
-        finally:
-            _C.dry_run.leave()
+    finally:
+        _C.dry_run.leave()
+        deterministic.fill_uninitialized_memory = filled  # type: ignore[assignment]
+        if outermost:
+            _owner = None
 
 
 @contextlib.contextmanager
@@ -184,24 +215,30 @@ def _filled_at_once() -> Iterator[None]:
             setattr(init, name, draws)
 
 
-@contextlib.contextmanager
-def _guarded(name: str) -> Iterator[None]:
-    """Have a method of tensors that reads their memory, and is no op, refuse what was not computed."""
-    inherited = name not in vars(torch.Tensor)
-    method = getattr(torch.Tensor, name)
+def _guard_readers() -> None:
+    """Have what reads a tensor's memory, and is no op, refuse what was not computed. Idempotent."""
+    for name in _READERS:
+        _guard(torch.Tensor, name, f"Tensor.{name}")
+    saving = sys.modules.get("safetensors.torch")
+    for name in _SAFETENSORS:
+        if hasattr(saving, name):
+            _guard(saving, name, "safetensors")
+
+
+_guarded: set[tuple[int, str]] = set()
+
+
+def _guard(owner: Any, name: str, told: str) -> None:
+    if (id(owner), name) in _guarded:
+        return
+    _guarded.add((id(owner), name))
+    method = getattr(owner, name)
 
     @functools.wraps(method)
-    def guarded(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _C.dry_run.is_entered() and not _C.dry_run.is_known(self):
-            raise _asks_for(f"Tensor.{name} asks for numbers that were not computed")
-        return method(self, *args, **kwargs)
+    def guarded(given: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = given.values() if isinstance(given, dict) else (given,)
+        if _C.dry_run.is_entered() and not all(map(_C.dry_run.is_known, tensors)):
+            raise _asks_for(f"{told} asks for numbers that were not computed")
+        return method(given, *args, **kwargs)
 
-    setattr(torch.Tensor, name, guarded)
-    try:
-        yield
-    finally:
-        if vars(torch.Tensor).get(name) is guarded:  # else somebody has put another one over it
-            if inherited:
-                delattr(torch.Tensor, name)
-            else:
-                setattr(torch.Tensor, name, method)
+    setattr(owner, name, guarded)

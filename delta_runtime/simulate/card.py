@@ -21,8 +21,6 @@ from delta_runtime.core.step_graph import Floats, Ints, RecordedOn, StepGraph
 from delta_runtime.core.transfer import Links
 
 FOLDER = Path(__file__).resolve().parent / "cards"
-_WIDER = MappingProxyType({"bfloat16": "float32", "float16": "float32", "tf32": "float32"})
-"""What a card computes in that has no rate of its own for a dtype."""
 _COMPLEX = MappingProxyType({"complex64": "float32", "complex128": "float64"})
 
 
@@ -86,12 +84,9 @@ class Card:
 
     def rate(self, dtype: str) -> float:
         """Return the nominal rate of products in a dtype; of one that it has no rate for, that of float32."""
-        dtype = _COMPLEX.get(dtype, dtype)
-        wider = _WIDER.get(dtype, "float32")
-        return self.flops_per_s.get(dtype) or self.flops_per_s.get(wider) or self._float32()
-
-    def _float32(self) -> float:
-        return self.flops_per_s["float32"]
+        if dtype in _COMPLEX:  # a multiplication is four, with two additions
+            return self.rate(_COMPLEX[dtype]) / 4
+        return self.flops_per_s.get(dtype, self.flops_per_s["float32"])
 
 
 def names() -> list[str]:

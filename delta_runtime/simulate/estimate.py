@@ -125,7 +125,7 @@ class Estimate:
         lines += [_line(each) for each in self.budgets]
         lines.append("")
         lines.append(
-            "An estimate: seconds by the roofline of the card, workspaces as on the CPU, the runtime's own work none."
+            "An estimate: seconds by the card's roofline, bytes without kernels' workspaces, no time for the runtime."
         )
         return "\n".join(lines)
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import deterministic
 
 import delta_runtime as delta
 from delta_runtime import cpu_pool
-from delta_runtime.core.errors import NeedsValues
+from delta_runtime.core.errors import NeedsValues, UsageError
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.record.dry_run import dry_run
 from tests.zoo.registry import ZOO
@@ -107,15 +112,102 @@ def test_what_is_known_computes() -> None:
 
 
 def test_afterwards_all_is_as_before() -> None:
-    readers = [vars(torch.Tensor).get(name) for name in ("tolist", "numpy", "__array__")]
     with dry_run():
         torch.randn(512, 512) @ torch.randn(512, 512)
-    assert [vars(torch.Tensor).get(name) for name in ("tolist", "numpy", "__array__")] == readers
+    guarded = [getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__")]
+    runtime = delta.Runtime(policy="off", device="cpu")
+    with dry_run(), runtime:
+        torch.randn(512, 512) @ torch.randn(512, 512)
+    runtime.close()
+    assert [getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__")] == guarded
+    assert deterministic.fill_uninitialized_memory
     torch.manual_seed(0)
     first = torch.randn(300, 300)
     torch.manual_seed(0)
     assert torch.equal(first, torch.randn(300, 300))
     assert (first @ first).abs().sum() > 0
+    assert len(first.numpy()) == len(first.tolist()) == 300
+
+
+def test_what_was_there_before_has_its_content_back() -> None:
+    counter, small, big = torch.tensor(3), torch.ones(8), torch.ones(512, 512)
+    with dry_run():
+        counter += 1
+        small.mul_(2.0)
+        big.add_(torch.randn(512, 512))
+        assert counter.item() == 4
+    assert counter.item() == 3
+    assert small.tolist() == [1.0] * 8
+    assert float(big.sum()) == 512 * 512
+
+
+def save(t: torch.Tensor, path: Path) -> None:
+    torch.save({"weight": t}, path)
+
+
+def save_safely(t: torch.Tensor, path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    with dry_run():  # looks what was imported by then
+        safetensors.save_file({"weight": t}, path)
+
+
+def copy_out(t: torch.Tensor, _: Path) -> None:
+    np.from_dlpack(t)
+
+
+@pytest.mark.parametrize("gives_away", [save, save_safely, copy_out])
+def test_what_was_not_computed_is_not_given_away(gives_away, tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    with dry_run(), pytest.raises(NeedsValues):
+        gives_away(nn.Linear(512, 512).weight.detach(), path)
+
+
+def test_sparse_tensors_are_refused_with_their_line() -> None:
+    table = nn.Embedding(5000, 64, sparse=True)
+    with dry_run(), pytest.raises(NeedsValues, match="test_dry_run.py"):
+        table(torch.randint(0, 5000, (64, 64))).square().sum().backward()
+
+
+def test_imitations_of_others_are_left_alone() -> None:
+    with dry_run():
+        weight = torch.empty(300, 300, device="meta")
+        assert (weight @ weight).device.type == "meta"
+        assert torch.arange(5, device="meta").is_meta
+        with FakeTensorMode():
+            a = torch.empty(300, 300)
+            assert isinstance(a @ a, FakeTensor)
+
+
+def test_deterministic_algorithms_fill_nothing() -> None:
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    torch.use_deterministic_algorithms(True)
+    try:
+        with dry_run():
+            x = torch.randn(8192, 8192)
+            torch.empty_like(x).copy_(x @ x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 100 * 1024
+
+
+def test_one_thread_at_a_time() -> None:
+    told: list[Exception] = []
+
+    def other() -> None:
+        try:
+            with dry_run():
+                pass
+        except UsageError as error:
+            told.append(error)
+
+    with dry_run():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        with dry_run():  # within one's own it is as good as one
+            torch.randn(512, 512)
+    assert len(told) == 1
+    assert float(torch.ones(1000, 1000).sum()) == 1e6
 
 
 def linears() -> tuple[nn.Module, torch.Tensor]:

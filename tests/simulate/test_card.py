@@ -41,7 +41,7 @@ def with_work(flops: list[float], moved_bytes: list[int], dtype: str = "float32"
 @pytest.mark.parametrize("name", names())
 def test_each_card_names_its_sources(name: str) -> None:
     card = load_card(name)
-    assert set(card.sources) == {"rates", "links", "usable_share", "launch_s"}
+    assert set(card.sources) == {"memory", "rates", "links", "usable_share", "launch_s"}
     assert "https://" in card.sources["rates"]
     assert 4 << 30 <= card.usable_bytes < card.memory_bytes
     assert card.bytes_per_s > card.in_bytes_per_s
