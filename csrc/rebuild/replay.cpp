@@ -37,12 +37,15 @@ struct Different {
 // There is no room for an op of the rerun, and some of what it starts from could be dropped.
 struct ShortOfRoom {};
 
-// What the op will ask for beside what is there: its watermark, buffers for what it writes to, and
-// what the pool reserves for rounding, since that can be refused too.
-int64_t room_for(const OpRecord& op, const Rerun& rerun) {
-  int64_t bytes = op.watermark_bytes + buffer_bytes(op, rerun);
+// What the op will ask for beside what is there: its watermark, copies of what it writes in place,
+// and what the pool reserves for rounding, since that can be refused too.
+int64_t room_for(const OpRecord& op) {
+  int64_t bytes = op.watermark_bytes;
   for (const auto& out : op.outputs) {
     bytes += op.device.is_cpu() ? most_rounding_bytes(out.bytes) : 0;
+  }
+  for (const auto& ref : op.inputs) {
+    bytes += ref.write == Write::InPlace ? ref.value->bytes : 0;
   }
   return bytes;
 }
@@ -200,7 +203,7 @@ c10::Storage Replay::execute(Rerun& rerun, Value& root, bool installs, bool give
   const double stalled_before_s = stalled_s();
   for (auto& op : rerun.ops) {
     let_signals_in();
-    if (options_.budget_bytes > 0 && eviction_.look_ahead(room_for(*op, rerun)) > 0 && gives_up) {
+    if (options_.budget_bytes > 0 && eviction_.look_ahead(room_for(*op)) > 0 && gives_up) {
       Guard guard(lock_);
       counters_.rebuild_s += seconds_since(begin);
       throw ShortOfRoom();

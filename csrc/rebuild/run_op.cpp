@@ -75,30 +75,25 @@ uint8_t told_its_dtype(const OpRecord& op, torch::jit::Stack& stack) {
   return needs & static_cast<uint8_t>(~kNeedsDefaultDtype);
 }
 
-// What the op needs of a value that it writes to.
-struct Need {
-  bool content = false;
-  bool scratch = false;
-  int refs = 0;
-  int64_t bytes = 0;
-
-  // Nothing else needs the old content, so that the op can have the storage.
-  bool can_take(const Slot& slot) const {
-    return slot.ours && slot.uses == refs && slot.storage.use_count() == 1;
-  }
-};
-
-ska::flat_hash_map<Value*, Need> needs_of(const OpRecord& op) {
+// Storages for what the op writes: its own where nothing else needs the old content, else copies.
+ska::flat_hash_map<Value*, c10::Storage> buffers_of(OpRecord& op, Rerun& rerun) {
+  struct Need {
+    bool content = false;
+    bool scratch = false;
+    int refs = 0;
+    int64_t bytes = 0;
+  };
   ska::flat_hash_map<Value*, Need> needs;
-  for (const auto& ref : op.inputs) {
+  for (auto& ref : op.inputs) {
     if (ref.write != Write::No) {
       needs[ref.value.get()].bytes = ref.value->bytes;
     }
   }
+  ska::flat_hash_map<Value*, c10::Storage> buffers;
   if (needs.empty()) {
-    return needs;
+    return buffers;
   }
-  for (const auto& ref : op.inputs) {
+  for (auto& ref : op.inputs) {
     auto need = needs.find(ref.value.get());
     if (need != needs.end()) {
       need->second.content |= ref.needs_content();
@@ -107,19 +102,14 @@ ska::flat_hash_map<Value*, Need> needs_of(const OpRecord& op) {
       need->second.bytes = std::max(need->second.bytes, ref.view.storage_bytes());
     }
   }
-  return needs;
-}
-
-// Storages for what the op writes: its own where nothing else needs the old content, else copies.
-ska::flat_hash_map<Value*, c10::Storage> buffers_of(const OpRecord& op, const Rerun& rerun) {
-  ska::flat_hash_map<Value*, c10::Storage> buffers;
-  for (const auto& [value, need] : needs_of(op)) {
+  for (const auto& [value, need] : needs) {
     if (!need.content) {
       buffers.emplace(value, fresh_storage(need.bytes, op.device, need.scratch));
       continue;
     }
-    const auto& slot = rerun.slots.at(value);
-    if (need.can_take(slot) || sabotage() == Sabotage::InplaceWithoutCopy) {
+    auto& slot = rerun.slots.at(value);
+    const bool steal = slot.ours && slot.uses == need.refs && slot.storage.use_count() == 1;
+    if (steal || sabotage() == Sabotage::InplaceWithoutCopy) {
       buffers.emplace(value, slot.storage);
     } else {
       buffers.emplace(value, clone_storage(slot.storage));
@@ -246,14 +236,6 @@ std::vector<c10::Storage> run_whole(OpRecord& op, Rerun& rerun) {
 constexpr size_t kMostVerdicts = 65536;  // numbers that change with each step are not kept forever
 
 }  // namespace
-
-int64_t buffer_bytes(const OpRecord& op, const Rerun& rerun) {
-  int64_t bytes = 0;
-  for (const auto& [value, need] : needs_of(op)) {
-    bytes += need.content && need.can_take(rerun.slots.at(value)) ? 0 : need.bytes;
-  }
-  return bytes;
-}
 
 // How an op is run again: as it ran before, or by a shortcut.
 struct OpRunner::Way {

@@ -28,10 +28,6 @@ struct Rerun {
   std::shared_ptr<const Suspects> suspects;  // made when something of it is to be compared later
 };
 
-// Bytes that an op will take for what it writes to, where it cannot have the storage that is there.
-// Without the lock.
-int64_t buffer_bytes(const OpRecord& op, const Rerun& rerun);
-
 inline double seconds_since(std::chrono::steady_clock::time_point begin) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
