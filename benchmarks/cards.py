@@ -7,7 +7,7 @@ where, whether auto is ever slower than another, and the question of DELTA's pap
 Takes about half an hour; needs no GPU. Exits 1 where auto is slower than another by more than 1 %.
 
     python -m benchmarks.cards [--models ...] [--cards rtx3060,rtx4090,h100] [--json FILE] [--docs docs/estimates.md]
-        [--plot docs/estimates.png]
+        [--plot docs/plots/cards.png]
 
 `--docs` writes the tables between the markers of that page; `--json` of an earlier run is read with `--again`.
 """

@@ -30,6 +30,7 @@ from delta_runtime.record.dry_run import dry_run
 from delta_runtime.runtime import Runtime
 from delta_runtime.simulate.card import Card, load_card
 from delta_runtime.simulate.estimate import Estimate, estimate_of
+from delta_runtime.simulate.under_policy import check_policy
 
 Budget = str | int | float
 _WANTED_STEPS = 2  # of a script: the optimizer's state is there in the second
@@ -91,12 +92,6 @@ class _Watch:
                 self._runtime.__exit__(None, None, None)
             self._give_back()
 
-    def enter(self) -> None:
-        """Enter the runtime now, where no module's forward has."""
-        if not self._entered:
-            self._runtime.__enter__()
-            self._entered = True
-
     @property
     def new_state_bytes(self) -> int:
         """Bytes of optimizers' state that came to be in the last step."""
@@ -115,8 +110,9 @@ class _Watch:
             if id(parameter) not in self._seen:
                 self._seen.add(id(parameter))
                 self._grads.append((parameter, parameter.grad))
-        if module.training and torch.is_grad_enabled():
-            self.enter()
+        if torch.is_grad_enabled() and not self._entered:
+            self._runtime.__enter__()
+            self._entered = True
 
     def _before_optimizer(self, optimizer: Any, *_: Any) -> None:
         if id(optimizer) not in self._steps:
@@ -149,18 +145,18 @@ def record_dry_step(step: Callable[[], Any]) -> DryStep:
         NeedsValues: the step asks for a number that was not computed; the message names the line.
         UsageError: the step ran no forward and backward, or another runtime is entered.
     """
-    runtime, watch = _begin()
     with _dry():
-        with watch.watching():
+        runtime, watch = _begin()
+        with contextlib.closing(runtime), watch.watching():
             made = step()
         again = made if callable(made) else step
-        runtime.close()
         runtime, watch = _begin()
-        with watch.watching():
-            if callable(made):
+        with contextlib.closing(runtime):
+            with watch.watching():
+                if callable(made):
+                    again()
                 again()
-            again()
-    return _recorded(runtime, watch)
+            return _recorded(runtime, watch)
 
 
 def record_dry_script(run: Callable[[], None]) -> DryStep:
@@ -174,9 +170,16 @@ def record_dry_script(run: Callable[[], None]) -> DryStep:
         UsageError: no step was seen.
     """
     runtime, watch = _begin(_WANTED_STEPS)
-    with _dry(), watch.watching(), contextlib.suppress(_Enough):
-        run()
-    return _recorded(runtime, watch)
+    with contextlib.closing(runtime):
+        try:
+            with _dry(), watch.watching():
+                run()
+        except _Enough:
+            pass
+        except SystemExit as leaving:
+            if leaving.code:
+                raise
+        return _recorded(runtime, watch)
 
 
 def _begin(enough: int = 0) -> tuple[Runtime, _Watch]:
@@ -192,15 +195,12 @@ def _dry() -> Iterator[None]:
 
 
 def _recorded(runtime: Runtime, watch: _Watch) -> DryStep:
-    try:
-        if runtime.steps.graph is None:
-            raise UsageError(
-                "No step was seen.",
-                change="Have it run forward of a module in training mode, and backward.",
-            )
-        graph = runtime.graph()
-    finally:
-        runtime.close()
+    if runtime.steps.graph is None:
+        raise UsageError(
+            "No step was seen.",
+            change="Have it run forward of a module with gradients, and backward.",
+        )
+    graph = runtime.graph()
     if watch.new_state_bytes > 0:
         graph = _with_state(graph, watch.new_state_bytes, watch.optimizer_tick)
     return DryStep(graph, watch.optimizer_peak_bytes)
@@ -254,6 +254,7 @@ def estimate(
         ...     return step
         >>> print(delta.estimate(build, card="rtx4090"))     # doctest: +SKIP
     """
+    check_policy(policy)
     on = card_of(card) if isinstance(card, str) else card
     budgets = budgets_of(budget, on)
     dry = record_dry_step(step)

@@ -13,7 +13,7 @@ import delta_runtime as delta
 from delta_runtime.cli.main import main
 from delta_runtime.core.errors import NeedsValues, UsageError
 from delta_runtime.core.step_graph import StepGraph
-from delta_runtime.dry_step import record_dry_step
+from delta_runtime.dry_step import card_of, record_dry_step
 from delta_runtime.entered import entered
 
 WIDTH, DEPTH, ROWS = 1024, 6, 4096
@@ -191,6 +191,55 @@ def test_a_script_that_saves_at_its_end_keeps_what_is_there(
     with pytest.raises(SystemExit):
         main(["estimate", str(script)])
     assert "torch.save" in capsys.readouterr().err
+
+
+def test_a_scripts_own_error_is_its_own(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["delta"])
+    script = tmp_path / "train.py"
+    for line, error in (
+        ("open('nowhere')", FileNotFoundError),
+        ("import nowhere_at_all", ImportError),
+    ):
+        script.write_text(line)
+        with pytest.raises(error):
+            main(["estimate", str(script)])
+        assert entered() is None
+
+
+def test_a_script_that_leaves_after_a_step_is_told_of(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["delta"])
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("1_000_000", "1") + "sys.exit()\n")
+    assert main(["estimate", "--card", "t4", "--budget", "100%", str(script)]) == 0
+    assert "NVIDIA T4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--policy", "best"],
+        ["--budget", "lots"],
+        ["--card", "rtx9999"],
+        ["--out", "nowhere/step.json"],
+    ],
+)
+def test_a_wrong_option_is_told_before_the_script_runs(
+    wrong, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["delta"])
+    script = tmp_path / "train.py"
+    script.write_text("raise AssertionError('it ran')")
+    with pytest.raises(SystemExit):
+        main(["estimate", *wrong, str(script)])
+    assert wrong[1] in capsys.readouterr().err
+
+
+def test_this_machine_is_a_card() -> None:
+    card = card_of("here")
+    assert card.memory_bytes > card.usable_bytes > GIB
+    assert all(rate > 1e8 for rate in (*card.flops_per_s.values(), card.bytes_per_s))
+    assert 0 < card.launch_s < 1e-3
+    assert delta.estimate(build, card=card, budget="100%", policy="recompute").fits
 
 
 def test_a_script_that_prints_its_loss_is_told_the_line(

@@ -4,6 +4,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstring>
 #include <mutex>
 #include <unordered_map>
@@ -83,6 +84,11 @@ class Unknown {
     auto* impl = storage.unsafeGetStorageImpl();
     storages_.emplace(impl, storage.getWeakStorageImpl());
   }
+  void clear() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    storages_.clear();
+    left_ = 0;
+  }
   bool has(const c10::Storage& storage) {
     std::lock_guard<std::mutex> guard(mutex_);
     return storages_.find(storage.unsafeGetStorageImpl()) != storages_.end();
@@ -151,6 +157,21 @@ bool are_known_and_small(const std::vector<at::Tensor>& tensors) {
   return std::all_of(tensors.begin(), tensors.end(), [](const at::Tensor& t) {
     return is_known(t) && is_small(t.numel() * static_cast<int64_t>(t.itemsize()), t.scalar_type());
   });
+}
+
+// Whether the storages that it writes to are small as a whole: they are kept meanwhile.
+bool writes_small(const c10::OperatorHandle& op, c10::ArrayRef<const IValue> arguments) {
+  bool small = true;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* alias = op.schema().arguments()[i].alias_info();
+    if (alias != nullptr && alias->isWrite()) {
+      for_each_tensor(arguments[i], [&](const at::Tensor& t, int) {
+        small &= !t.defined() || !t.has_storage() ||
+                 is_small(static_cast<int64_t>(t.storage().nbytes()), t.scalar_type());
+      });
+    }
+  }
+  return small;
 }
 
 bool makes_small(const Answer& answer) {
@@ -332,7 +353,7 @@ void ask_and_push(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   const auto tensors = tensors_of(arguments);
   std::vector<at::Tensor> bare;
   const auto given = without_memory(arguments, tensors, bare);
-  const bool known = are_known_and_small(tensors);
+  const bool known = are_known_and_small(tensors) && writes_small(op, arguments);
   const auto answer = [&] {
     c10::impl::ForceDispatchKeyGuard python(keys_for_asking());
     const bool numbers = std::any_of(arguments.begin(), arguments.end(), is_number);
@@ -391,6 +412,7 @@ void leave() {
   }
   if (last) {
     c10::impl::tls_set_dispatch_key_included(DispatchKey::Fake, false);
+    unknown().clear();  // what the program had before is as it was
   }
 }
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -548,7 +549,13 @@ OpWork work_of(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs) {
     });
   }
   if (info.flops != nullptr) {
-    work.flops = info.flops(inputs);
+    try {
+      const double flops = info.flops(inputs);
+      work.flops = std::isfinite(flops) ? flops : 0;
+    } catch (
+        const std::exception&) {  // arguments of an unusual kind: a count must not cost a record
+      work.flops = 0;
+    }
   }
   return work;
 }

@@ -99,8 +99,12 @@ void StepLog::begin(OpenOp& open, c10::ArrayRef<const c10::IValue> inputs) {
     add_inputs(row, *open.record);
   }
   c10::SmallVector<const Page*, 8> counted;
+  open.logged_inputs.clear();
   for (const auto& x : inputs) {
     for_each_tensor(x, [&](const at::Tensor& t, int) {
+      if (t.defined() && t.has_storage()) {
+        open.logged_inputs.push_back(storage_of(t));
+      }
       const Page* page = is_plain(t) ? pages_.find(storage_of(t)) : nullptr;
       if (page != nullptr && page->candidate >= 0 &&
           std::find(counted.begin(), counted.end(), page) == counted.end()) {
@@ -110,14 +114,6 @@ void StepLog::begin(OpenOp& open, c10::ArrayRef<const c10::IValue> inputs) {
     });
   }
   open.managed_input_bytes = row.input_bytes;
-  open.logged_inputs.clear();
-  for (const auto& x : inputs) {
-    for_each_tensor(x, [&](const at::Tensor& t, int) {
-      if (t.defined() && t.has_storage()) {
-        open.logged_inputs.push_back(storage_of(t));
-      }
-    });
-  }
   const OpWork work = work_of(*open.info, inputs);
   row.flops = work.flops;
   row.moved_bytes = work.moved_bytes;

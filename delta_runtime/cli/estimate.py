@@ -64,20 +64,29 @@ def estimate(options: argparse.Namespace, target: list[str]) -> str:
     """
     if problem := wrong_target(target, "estimate", _USAGE):
         return problem
+    out = None if options.out is None else Path(options.out)
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        return (
+            f"{PROGRAM} estimate: {str(out)!r} cannot be written: it is a directory, or has none\n"
+        )
     try:
         import delta_runtime_autoload
 
         delta_runtime_autoload.hold()  # no runtime that the environment asks for beside this one
         from delta_runtime.dry_step import budgets_of, card_of, record_dry_script
         from delta_runtime.simulate.estimate import estimate_of
-
+        from delta_runtime.simulate.under_policy import check_policy
+    except ImportError as error:
+        return cannot_start("estimate", error)
+    try:
+        check_policy(options.policy)
         cards = [card_of(name.strip()) for name in options.card.split(",")]
         asked = None if options.budget is None else options.budget.split(",")
         budgets = [budgets_of(asked, card) for card in cards]
         measured = None if options.measured is None else read_graph(Path(options.measured))
         dry = record_dry_script(partial(run_target, target))
-        if options.out:
-            Path(options.out).write_text(dry.graph.to_json(), encoding="utf-8")
+        if out is not None:
+            out.write_text(dry.graph.to_json(), encoding="utf-8")
         for index, (card, each) in enumerate(zip(cards, budgets, strict=True)):
             told = estimate_of(
                 dry.graph,
@@ -88,8 +97,6 @@ def estimate(options: argparse.Namespace, target: list[str]) -> str:
                 measured=measured,
             )
             print("\n" * (index > 0) + str(told))
-    except ImportError as error:
-        return cannot_start("estimate", error)
-    except (DeltaError, OSError) as error:
+    except DeltaError as error:
         return f"{PROGRAM} estimate: {error}\n"
     return ""

@@ -307,7 +307,8 @@ class StepGraph:
             raise ValueError("contracted is neither true nor false")
 
     def _check_work(self, work: OpWork) -> None:
-        if not len(work.flops) == len(work.moved_bytes) == len(work.dtype) == self.n_ops:
+        n = self.n_ops
+        if work.flops.shape != (n,) or work.moved_bytes.shape != (n,) or len(work.dtype) != n:
             raise ValueError("work is not of as many ops")
         if not (np.isfinite(work.flops) & (work.flops >= 0)).all() or (work.moved_bytes < 0).any():
             raise ValueError("work holds something negative, or no number")

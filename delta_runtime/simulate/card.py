@@ -125,8 +125,12 @@ def _check(card: Card) -> None:
     }
     numbers |= {f"flops_per_s of {dtype}": rate for dtype, rate in card.flops_per_s.items()}
     for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
-            raise ValueError(f"{name} is not above 0")
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise ValueError(f"{name} is no number")
+        if not 0 < number < float("inf"):
+            raise ValueError(f"{name} is not above 0, and finite")
+    if card.device not in ("cpu", "cuda"):
+        raise ValueError("device is neither cpu nor cuda")
     if card.usable_share > 1:
         raise ValueError("usable_share is above 1")
 

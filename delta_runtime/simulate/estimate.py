@@ -20,7 +20,7 @@ from delta_runtime.online.policies import Policy, get_policy
 from delta_runtime.planners.bounds import bounds_of
 from delta_runtime.planners.registry import PLANNERS
 from delta_runtime.simulate.card import FAST, LIKELY, SLOW, Card, on_card
-from delta_runtime.simulate.under_policy import planner_of, simulate, under_policy
+from delta_runtime.simulate.under_policy import check_policy, planner_of, simulate, under_policy
 from delta_runtime.simulate.virtual_step import SimulatedStep
 
 _OP = 0  # LogKind in csrc/simulate/virtual_step.h
@@ -165,6 +165,7 @@ def estimate_of(
     Raises:
         UsageError: the record does not say what its ops have to do, or the policy is not one that evicts.
     """
+    check_policy(policy)
     on = _On(graph, card, get_policy(policy), measured)
     least_bytes, least_op = on.least()
     if optimizer_peak_bytes > least_bytes:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from delta_runtime.core.errors import UsageError
 from delta_runtime.core.events import Place
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.recipes import Recipes, recipes_of
@@ -28,6 +29,16 @@ _LITTLE = 0.02  # of a step: to gain less, no other plan is looked for
 def simulated_policies() -> list[str]:
     """Return the names of the policies that can be simulated: all that evict, and only when there is need."""
     return [name for name, each in POLICIES.items() if each.filter and each.stress is Stress.NONE]
+
+
+def check_policy(name: str) -> None:
+    """Raise UsageError where a policy cannot be simulated, or there is none of that name."""
+    if name not in simulated_policies():
+        raise UsageError(
+            "This policy cannot be simulated.",
+            asked=name,
+            change=f"Choose among {', '.join(simulated_policies())}.",
+        )
 
 
 def planner_of(policy: Policy) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import resource
 import threading
 from pathlib import Path
@@ -15,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import deterministic
 
 import delta_runtime as delta
+from benchmarks.dry_records import record
 from delta_runtime import cpu_pool
 from delta_runtime.core.errors import NeedsValues, UsageError
-from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.record.dry_run import dry_run
 from tests.zoo.registry import ZOO
 
@@ -29,21 +28,9 @@ _DRY = sorted(set(ZOO) - set(_NEED_VALUES) - set(_WORKSPACES))
 _PEAK_RTOL = 0.05
 
 
-def recorded(name: str, *, dry: bool) -> StepGraph:
-    """Return the record of one step of a model of the zoo."""
-    cpu_pool.install()
-    built = ZOO[name].build()
-    runtime = delta.Runtime(policy="off", device="cpu")
-    with dry_run() if dry else contextlib.nullcontext(), runtime:
-        built.loss(built.batch(0)).backward()
-    graph = runtime.graph()
-    runtime.close()
-    return graph
-
-
 @pytest.mark.parametrize("name", _DRY)
 def test_a_dry_step_is_recorded_as_the_real_one(name: str) -> None:
-    real, dry = recorded(name, dry=False), recorded(name, dry=True)
+    real, dry = record(name, dry=False), record(name, dry=True)
     assert dry.op_name == real.op_name
     assert dry.saved_bytes.tolist() == real.saved_bytes.tolist()
     assert dry.activation_bytes == real.activation_bytes
@@ -55,12 +42,12 @@ def test_a_dry_step_is_recorded_as_the_real_one(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(_NEED_VALUES))
 def test_a_step_that_needs_numbers_names_the_line(name: str) -> None:
     with pytest.raises(NeedsValues, match=_NEED_VALUES[name]):
-        recorded(name, dry=True)
+        record(name, dry=True)
 
 
 def test_workspaces_of_unknown_size_are_the_only_difference() -> None:
     for name in _WORKSPACES:
-        real, dry = recorded(name, dry=False), recorded(name, dry=True)
+        real, dry = record(name, dry=False), record(name, dry=True)
         assert dry.op_name == real.op_name
         assert dry.activation_bytes < real.activation_bytes
 
@@ -136,6 +123,7 @@ def test_what_was_there_before_has_its_content_back() -> None:
         small.mul_(2.0)
         big.add_(torch.randn(512, 512))
         assert counter.item() == 4
+        big[0, :4].zero_()  # a small part of what is too big to be kept meanwhile
     assert counter.item() == 3
     assert small.tolist() == [1.0] * 8
     assert float(big.sum()) == 512 * 512
