@@ -18,6 +18,9 @@ struct Watch {
   std::vector<c10::intrusive_ptr<Session>> sessions;
   std::atomic<size_t> n_sessions{0};
   at::CallbackHandle handle = 0;
+  // PyTorch's list of callbacks has a lock, which every node of a backward takes. In a forked child
+  // it may be held by a thread that does not exist there: the callback stays, and finds no session.
+  bool in_forked_child = false;
 };
 Watch& the_watch() {
   static auto* watch = new Watch();  // outlives all that saved tensors
@@ -78,7 +81,7 @@ void end_watch(const Session& session) {
   last = std::move(*place);
   watch.sessions.erase(place);
   watch.n_sessions = watch.sessions.size();
-  if (watch.sessions.empty()) {
+  if (watch.sessions.empty() && !watch.in_forked_child) {
     at::removeCallback(watch.handle);
     watch.handle = 0;
   }
@@ -88,6 +91,7 @@ void forget_entered_locks() {
   auto& watch = the_watch();
   new (&watch.mutex) std::mutex();
   new (&g_entered_mutex) std::mutex();
+  watch.in_forked_child = true;
   for (const auto& session : watch.sessions) {  // the one that is entered is among them
     session->forget_lock();
   }

@@ -272,24 +272,46 @@ def backward_on_thread(loss):
 def new_runtime():
     return delta.Runtime(policy="stress_drop_all", device="cpu", min_bytes=0)
 
+def die_where_pytorch_is_locked():
+    # At every node of a backward PyTorch takes the lock of its list of observers: a child forked within that hangs at
+    # the first op of each of its threads, runtime or not. The probe takes that lock, and nothing of ours. It would
+    # keep Python's lock for ever, so the alarm ends the process.
+    signal.alarm(10)
+    probe = threading.Thread(target=torch._C._autograd._enable_record_function, args=(False,))
+    probe.start()
+    probe.join()
+    signal.alarm(0)
+
+def wait(child):
+    ends_s = time.monotonic() + 40
+    while time.monotonic() < ends_s:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "hangs"
+
 ended = []
 with new_runtime():
     backward_on_thread(made()).join()  # the runtime's own thread has its first op here
-    for k in range(8):
+    for k in range(12):
         thread = backward_on_thread(made())
         time.sleep(0.004 * (k % 4 + 1))
         child = os.fork()
         if child == 0:
-            signal.alarm(30)
+            die_where_pytorch_is_locked()
             with new_runtime() as runtime:
                 backward_on_thread(made()).join()
             os._exit(0 if runtime.report().totals.rebuilds > 0 else 3)
-        ended.append(os.waitpid(child, 0)[1])
+        ended.append(wait(child))
         thread.join()
-print(ended)
+free = [each for each in ended if each != -signal.SIGALRM]
+print(len(free) >= 8, set(free))
 """
 
 
 def test_children_forked_while_a_thread_rebuilds_rebuild_too():
     """Ops are run again on a thread of the runtime's own, which has a lock."""
-    assert python(REBUILDS).stdout == f"{[0] * 8}\n"
+    assert python(REBUILDS).stdout == "True {0}\n"
