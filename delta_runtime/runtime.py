@@ -201,13 +201,14 @@ class Runtime:
         self._leave(error)
 
     def _is_left(self) -> bool:
-        """Whether there is nothing to leave: it was closed or left before.
+        """Whether there is nothing to leave: it was closed or left before, maybe by a hook of a backward.
 
         Raises:
             UsageError: it was entered on another thread, which alone can take the hooks away; it goes
                 on as it was.
         """
         if self._closed or self._depth == 0:
+            self.hooks.detach_again()
             return True
         if self.hooks.thread is threading.current_thread():
             return False
@@ -347,6 +348,7 @@ class Runtime:
                 on as it was.
         """
         if self._closed:
+            self.hooks.detach_again()
             return
         if self._depth > 0 and self.hooks.thread is threading.current_thread():
             self._depth = 1

@@ -91,14 +91,26 @@ class TorchHooks:
             return
         self.are_attached = False
         try:
-            above = self.above()
-            if above is not None:
-                for _ in (self.pair, *above):
-                    torch._C._autograd._pop_saved_tensors_default_hooks()
-                for pair in above:
-                    torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+            self._pop_pair()
         finally:
             self._take_from_process()
+
+    def detach_again(self) -> None:
+        """Take away what autograd has put back behind a backward that had a hook which detached.
+
+        It puts the saved-tensor hooks back that were there when the backward began. Nothing where they are not there,
+        or on another thread.
+        """
+        if not self.are_attached and self.thread is threading.current_thread():
+            self._pop_pair()
+
+    def _pop_pair(self) -> None:
+        above = self.above()
+        if above is not None:
+            for _ in (self.pair, *above):
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+            for pair in above:
+                torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
     def abandon(self) -> None:
         """Take away what is not of the thread that entered: that thread ended, and its hooks with it."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import delta_runtime as delta
 from tests.edge.harness import (
     MANAGED_MODES,
     DirtyClamp,
@@ -92,3 +93,29 @@ def test_nothing_is_left_behind(step: Callable[[Tensor], None], mode: str) -> No
             live.append(live_bytes())
     # A value or two may wait for the next op boundary; one more with each step is a leak.
     assert max(live[4:]) - max(live[:4]) < block_bytes, live
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["step", "context"])
+@pytest.mark.parametrize("leaves", [True, False], ids=["left", "closed again"])
+def test_closed_by_a_hook_of_a_backward_it_leaves_no_hooks(marked: bool, leaves: bool) -> None:
+    """Behind each node autograd puts the hooks back that were there when the backward began."""
+    w = leaf(1 << 12)
+
+    def loss(hook: Callable[[Tensor], None] | None) -> Tensor:
+        h = (w * 2.0).exp()
+        if hook is not None:
+            h.register_hook(hook)
+        return h.sin().sum()
+
+    loss(None).backward()
+    wanted, w.grad = w.grad, None
+    runtime = delta.Runtime("100%", device="cpu", min_bytes=0)
+    entry = runtime.step() if marked else runtime
+    entry.__enter__()
+    loss(lambda _: runtime.close()).backward()
+    if leaves:
+        entry.__exit__(None, None, None)
+    else:
+        runtime.close()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert torch.equal(w.grad, wanted)
