@@ -402,6 +402,23 @@ class Runtime:
             shortfall=steps.shortfall,
         )
 
+    def metrics(self) -> dict[str, float]:
+        """Return the figures of the last step that was observed, as loggers take them; see `StepReport.metrics`.
+
+        Example:
+            >>> writer.add_scalar("peak", runtime.metrics()["delta/peak_bytes"], step)   # doctest: +SKIP
+            >>> wandb.log({"loss": loss.item(), **runtime.metrics()})                    # doctest: +SKIP
+        """
+        return self.report().metrics()
+
+    def status(self) -> str:
+        """Return the last step in a few words.
+
+        Example:
+            >>> bar.set_postfix_str(runtime.status())   # doctest: +SKIP
+        """
+        return self.report().status()
+
     def graph(self) -> StepGraph:
         """Return the record of the step that was logged last, with the machine that it ran on.
 

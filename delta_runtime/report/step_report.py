@@ -7,9 +7,10 @@ Python's random generator, already when it is imported: it is imported late, and
 from __future__ import annotations
 
 import contextlib
+import html
 import io
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -364,6 +365,61 @@ class StepReport:
             f"recompute {format_seconds(self.last.rebuild_s)}, rescues {self.last.rescues}"
         )
 
+    def metrics(self) -> dict[str, float]:
+        """Return the last step as one flat dictionary, as loggers take it; empty where none has run.
+
+        Names begin with ``delta/`` and end in their unit: ``budget_bytes`` (where one is kept), ``peak_bytes``,
+        ``dropped_bytes``, ``swapped_out_bytes``, ``recompute_s``, ``stall_s`` (waited for lanes) and
+        ``over_budget_steps``, of all steps.
+        """
+        last = self.last
+        if self.totals.steps == 0:
+            return {}
+        figures = {
+            "peak_bytes": last.peak_bytes,
+            "dropped_bytes": last.dropped_bytes,
+            "swapped_out_bytes": last.swapped_out_bytes,
+            "recompute_s": last.rebuild_s,
+            "stall_s": last.out_stall_s + last.in_stall_s,
+            "over_budget_steps": self.totals.over_budget_steps,
+        }
+        budget = {"budget_bytes": self.budget_bytes} if self.budget_bytes else {}
+        return {f"delta/{name}": float(figure) for name, figure in (budget | figures).items()}
+
+    def status(self) -> str:
+        """Return the last step in a few words, for a progress bar."""
+        last = self.last
+        if self.totals.steps == 0:
+            return "no step yet"
+        of = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
+        words = [f"peak {format_bytes(last.peak_bytes)}{of}"]
+        if last.rebuild_s:
+            words.append(f"recompute {format_seconds(last.rebuild_s)}")
+        if stall_s := last.out_stall_s + last.in_stall_s:
+            words.append(f"waits {format_seconds(stall_s)}")
+        if self.totals.over_budget_steps:
+            words.append(f"over the budget in {self.totals.over_budget_steps:,} steps")
+        return ", ".join(words)
+
+    def _repr_html_(self) -> str:
+        """Render the table in a notebook."""
+        with _random_state_kept():
+            table = self._rich_table()
+            rows = zip(*(column.cells for column in table.columns), strict=True)
+
+            def row(cells: Iterable[object], tag: str) -> str:
+                texts = (html.escape(str(cell)) for cell in cells)
+                return f"<tr>{''.join(f'<{tag}>{text}</{tag}>' for text in texts)}</tr>"
+
+            return "".join(
+                [
+                    f"<table><caption>{html.escape(str(table.title))}</caption>",
+                    f"<thead>{row((column.header for column in table.columns), 'th')}</thead>",
+                    f"<tbody>{''.join(row(cells, 'td') for cells in rows)}</tbody></table>",
+                    f"<p>{html.escape(self.verdict())}</p>",
+                ]
+            )
+
     def _add_lanes(self, table: Table) -> None:
         """Add what went over the lanes, and how long the step waited for them."""
         pairs = (self.last, self.totals)
@@ -397,6 +453,12 @@ class StepReport:
 
     def _table(self) -> str:
         from rich.console import Console
+
+        out = io.StringIO()
+        Console(file=out, width=100, force_terminal=False).print(self._rich_table())
+        return out.getvalue()
+
+    def _rich_table(self) -> Table:
         from rich.table import Table
 
         process = f", {self.process}" if self.process else ""
@@ -466,6 +528,4 @@ class StepReport:
             table.add_row("least budget", "", format_bytes(bounds.least_bytes))
         if self.limit_bytes:
             table.add_row("kept to instead of the budget", "", format_bytes(self.limit_bytes))
-        out = io.StringIO()
-        Console(file=out, width=100, force_terminal=False).print(table)
-        return out.getvalue()
+        return table

@@ -1,0 +1,1 @@
+"""Callbacks for trainers, one module a library: `transformers`, `lightning`. Each imports its library."""

@@ -1,0 +1,58 @@
+"""FSDP2, block by block: each process has a budget of its own.
+
+    torchrun --nproc-per-node 2 examples/fsdp2.py [--budget 45MiB]
+
+`--budget off` trains without the runtime: the losses are the same. On cards each process gives the bytes that its own
+card may hold; `auto` and shares such as 80% are of that card, and on a CPU of this process's part of the machine's RAM.
+Takes a few seconds; needs no GPU.
+"""
+
+import argparse
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import delta_runtime as delta
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--budget", default="45MiB")
+options = parser.parse_args()
+
+dist.init_process_group()
+rank = dist.get_rank()
+device = torch.accelerator.current_accelerator() or torch.device("cpu")
+if device.type != "cpu":
+    device = torch.device(device.type, rank % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(device.index)
+torch.manual_seed(0)
+layer = nn.TransformerEncoderLayer(192, 6, 768, dropout=0.1, batch_first=True, norm_first=True)
+model = nn.Sequential(
+    nn.Embedding(1000, 192),
+    nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+    nn.Linear(192, 1000),
+).to(device)
+mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+for block in model[1].layers:
+    fully_shard(block, mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+generator = torch.Generator().manual_seed(rank)
+
+runtime = None if options.budget == "off" else delta.Runtime(options.budget, device=device)
+for _ in range(6):
+    tokens = torch.randint(0, 1000, (4, 129), generator=generator).to(device)
+    with runtime.step() if runtime else contextlib.nullcontext():
+        logits = model(tokens[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(f"rank {rank} loss {loss.item()}", flush=True)
+if runtime:
+    runtime.close()
+    print(f"rank {rank}: {runtime.report().verdict()}", flush=True)
+dist.destroy_process_group()

@@ -1,0 +1,107 @@
+"""The callback for Lightning's Trainer, against the real library: bits, budget, logs, errors, what is left behind."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from delta_runtime import entered
+from tests.support.fixtures import one_thread  # noqa: F401
+
+lightning = pytest.importorskip("lightning")
+
+from lightning.pytorch.loggers import CSVLogger  # noqa: E402
+
+from delta_runtime.integrations.lightning import DeltaCallback  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers and logging
+MIB = 1 << 20
+
+
+class Net(lightning.LightningModule):
+    """10 MiB of activations at 1,024 rows; raises at the step that it is told to."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6))
+        )
+        self.fails_at = fails_at
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        (x,) = batch
+        loss = (self.blocks(x) - x).square().mean()
+        if index == self.fails_at:
+            raise ValueError("as it was told")
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
+        (x,) = batch
+        self.log("val_loss", (self.blocks(x) - x).square().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def fit(model: Net, callbacks: list[Any], folder: Path | None = None) -> None:
+    rows = torch.randn(6144, 128, generator=torch.Generator().manual_seed(0))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), batch_size=1024)
+    torch.manual_seed(1)
+    lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=2,
+        log_every_n_steps=1,
+        accumulate_grad_batches=2,
+        logger=CSVLogger(str(folder), name="", version="") if folder else False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+    ).fit(model, loader, loader)
+
+
+def test_weights_are_equal_and_the_logger_has_the_figures(tmp_path: Path) -> None:
+    ordinary, budgeted = Net(), Net()
+    fit(ordinary, [])
+    callback = DeltaCallback(budget=8 * MIB)
+    fit(budgeted, [callback], tmp_path)
+    for one, other in zip(ordinary.parameters(), budgeted.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert callback.report is not None
+    assert callback.report.totals.steps == 12  # micro-batches
+    assert callback.report.totals.drops > 0
+    assert callback.report.totals.peak_bytes <= 8 * MIB
+    with (tmp_path / "metrics.csv").open() as file:
+        peaks = [
+            float(row["delta/peak_bytes"])
+            for row in csv.DictReader(file)
+            if row["delta/peak_bytes"]
+        ]
+    assert len(peaks) >= 6
+    assert all(0 < peak <= 8 * MIB for peak in peaks)
+    assert entered.entered() is None
+
+
+def test_an_error_in_a_step_leaves_the_runtime(tmp_path: Path) -> None:
+    callback = DeltaCallback(budget=8 * MIB, log=False)
+    with pytest.raises(ValueError, match="as it was told"):
+        fit(Net(fails_at=2), [callback])
+    assert entered.entered() is None
+    assert callback.runtime is None
+    fit(Net(), [callback])
+    assert callback.report is not None and callback.report.totals.steps == 12
+
+
+def test_it_serves_the_other_distribution_too() -> None:
+    """`pytorch_lightning` calls callbacks by the names of their methods."""
+    other = pytest.importorskip("pytorch_lightning")
+    names = [name for name in vars(DeltaCallback) if name.startswith("on_")]
+    assert names and all(hasattr(other.Callback, name) for name in names)
