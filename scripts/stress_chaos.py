@@ -1,0 +1,299 @@
+"""Whatever goes wrong in a step: is it right to the bit, or is there a clear error, and does the next step work?
+
+A stress run, not a benchmark. Each fault of chaos_faults.py strikes a small net in training: at a block of forward, at
+one of backward, or between two steps; while saved tensors are dropped, go to host memory, or to disk; in the first step
+that a runtime sees, the second, or one that follows a plan. Where is by the seed. The step that was struck must give
+the bits of an ordinary one, or raise what the fault raises; then the next step must be right, and nothing may be left:
+hooks, soft limits, live bytes, records, threads, file descriptors. A step that hangs for two minutes ends the run with
+all stacks. Takes about 15 s a seed on two cores; needs no GPU. Exits 1 on a wrong result, a leak, or a cell that no
+strike took effect in.
+
+    python scripts/stress_chaos.py [--seeds 5] [--first-seed 0] [--only NAME ...] [--out FILE]
+
+`--out` appends each strike to FILE, a line of JSON each; strikes that it has already are not run again.
+tests/scripts/test_chaos.py runs one seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import random
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+for _name in [name for name in os.environ if name.startswith("DELTA_")]:
+    del os.environ[_name]  # read when torch is imported: a budget from outside would disturb
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from scripts.chaos_faults import (
+    BETWEEN,
+    BLOCKS,
+    FAULTS,
+    PHASES,
+    WAYS,
+    Fault,
+    Strike,
+    World,
+)
+from scripts.stress_interrupts import clear_away, leftovers
+from scripts.stress_leaks import Footprint, footprint
+
+BEFORE = (0, 1, 5)
+"""Steps that a runtime has seen when it is struck: none, a recorded one, those that a plan is followed behind."""
+_LATE_S = 0.05  # an interrupt may arrive when the step is over
+_HANGS_S = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one strike.
+
+    Args:
+        fault, way, phase, seed: which it was.
+        took: whether it took effect.
+        right: whether the step that was struck gave the ordinary bits; else an error came up.
+        error: its type; empty if there was none.
+        wrong: what must not be: other bits, an error that is not the fault's, a next step that fails, leftovers.
+    """
+
+    fault: str
+    way: str
+    phase: str
+    seed: int
+    took: bool
+    right: bool
+    error: str
+    wrong: tuple[str, ...]
+
+    @property
+    def which(self) -> tuple[str, str, str, int]:
+        """Tells it from all other strikes."""
+        return self.fault, self.way, self.phase, self.seed
+
+
+def cells() -> Iterator[tuple[str, str, str]]:
+    """Yield each fault with each way and phase that it makes sense in."""
+    for name, fault in FAULTS.items():
+        for way in fault.ways:
+            for phase in fault.phases:
+                yield name, way, phase
+
+
+def one_strike(world: World, name: str, way: str, phase: str, seed: int) -> Outcome:
+    """Strike once, and look at what comes of it."""
+    fault = FAULTS[name]
+    by_chance = random.Random(f"{name} {way} {phase} {seed}")
+    before = footprint()
+    faulthandler.dump_traceback_later(_HANGS_S, exit=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # disks that fail are warned of
+            strike, right, error = _struck(world, fault, way, phase, by_chance)
+            wrong = [*strike.wrong, *_judge(fault, strike, right, error)]
+            told = type(error).__name__ if error is not None else ""
+            del error
+            wrong += _next_step(world, strike)
+            took = strike.took
+            del strike
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    wrong += [f"left: {each}" for each in leftovers()]
+    if wrong:
+        clear_away()
+    wrong += grown(before)
+    return Outcome(name, way, phase, seed, took, right, told, tuple(wrong))
+
+
+def _struck(
+    world: World, fault: Fault, way: str, phase: str, by_chance: random.Random
+) -> tuple[Strike, bool, BaseException | None]:
+    strike = Strike(world, way, phase, by_chance.randrange(BLOCKS), by_chance)
+    settings = dict(WAYS[way]) | dict(fault.settings(strike) if fault.settings else {})
+    strike.runtime = world.runtime(**settings)
+    for _ in range(by_chance.choice(BEFORE)):
+        if not world.is_right(world.step(strike.runtime)):
+            strike.wrong.append("other bits before it was struck")
+        strike.runtime.wait_for_plan()
+
+    def moment(at: str, block: int) -> None:
+        if at == phase and block == strike.block:
+            world.moment = lambda phase, block: None
+            fault.strike(strike)
+
+    right, error = False, None
+    try:
+        if fault.arms or phase == BETWEEN:
+            fault.strike(strike)
+        else:
+            world.moment = moment
+        right = world.is_right(world.step(strike.runtime if _is_open(strike) else None))
+        if fault.must_raise and not strike.took:
+            time.sleep(_LATE_S)
+    except BaseException as raised:
+        error = raised
+        traceback.clear_frames(raised.__traceback__)
+        raised.__traceback__ = None
+    finally:
+        world.rest()
+        for undo in reversed(strike.after):
+            undo()
+        strike.after.clear()
+    return strike, right, error
+
+
+def _is_open(strike: Strike) -> bool:
+    return not strike.runtime._closed
+
+
+def _judge(fault: Fault, strike: Strike, right: bool, error: BaseException | None) -> list[str]:
+    if error is None:
+        wrong = [] if right else ["other bits"]
+        return wrong + ["its error was lost"] * (fault.must_raise and strike.took)
+    if isinstance(error, fault.errors) and strike.took:
+        return []
+    return [f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"]
+
+
+def _next_step(world: World, strike: Strike) -> list[str]:
+    """Train on: with the same runtime where it is open, and with a new one."""
+    wrong = []
+    try:
+        if _is_open(strike):
+            if not world.is_right(world.step(strike.runtime)):
+                wrong.append("other bits in the next step")
+            strike.runtime.close()
+        runtime = world.runtime(**WAYS[strike.way])
+        if not world.is_right(world.step(runtime)):
+            wrong.append("other bits in a new runtime")
+        runtime.close()
+    except Exception as error:
+        wrong.append(f"the next step: {type(error).__name__}: {error}")
+        traceback.clear_frames(error.__traceback__)
+    world.rest()
+    return wrong
+
+
+def grown(before: Footprint) -> list[str]:
+    """Return what the process holds more of than before."""
+    return footprint().growth(before)
+
+
+def show(outcomes: Sequence[Outcome], console: Console) -> None:
+    """Print the table: strikes that took effect of all, how many of them right and with an error."""
+    table = Table(
+        title="strikes that took effect: right to the bit + with the fault's error, of all strikes"
+    )
+    table.add_column("fault")
+    for way in WAYS:
+        for phase in PHASES:
+            table.add_column(f"{way}, {phase}", justify="right")
+    for name, fault in FAULTS.items():
+        row = [name]
+        for way in WAYS:
+            for phase in PHASES:
+                if way not in fault.ways or phase not in fault.phases:
+                    row.append("")
+                    continue
+                mine = [o for o in outcomes if (o.fault, o.way, o.phase) == (name, way, phase)]
+                took = [o for o in mine if o.took]
+                bad = sum(bool(o.wrong) for o in mine)
+                right = sum(o.right for o in took)
+                text = f"{right}+{len(took) - right}/{len(mine)}" + (f" WRONG {bad}" if bad else "")
+                row.append(text)
+        table.add_row(*row)
+    console.print(table)
+
+
+def strike_all(
+    seeds: Sequence[int], only: Sequence[str] = (), out: Path | None = None, *, quiet: bool = False
+) -> list[Outcome]:
+    """Strike every cell once with each seed; return what came of it, with what `out` had already."""
+    outcomes: list[Outcome] = []
+    if out is not None and out.exists():
+        for line in out.read_text().splitlines():
+            told = json.loads(line)
+            outcomes.append(Outcome(**{**told, "wrong": tuple(told["wrong"])}))
+    known = {each.which for each in outcomes}
+    todo = [
+        (*cell, seed)
+        for seed in seeds
+        for cell in cells()
+        if (not only or cell[0] in only) and (*cell, seed) not in known
+    ]
+    world = World(0)
+    warm_up(world)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), disable=quiet, transient=True) as bar:
+        task = bar.add_task("strikes", total=len(todo))
+        for which in todo:
+            bar.update(task, description=", ".join(map(str, which)))
+            outcomes.append(one_strike(world, *which))
+            if out is not None:
+                with out.open("a") as file:
+                    file.write(json.dumps(asdict(outcomes[-1])) + "\n")
+            bar.advance(task)
+    return outcomes
+
+
+def warm_up(world: World) -> None:
+    """Have everything made that is made once in a process: threads, tables, caches."""
+    for way in WAYS.values():
+        runtime = world.runtime(**way)
+        for _ in range(2):
+            world.step(runtime)
+            runtime.wait_for_plan()
+        runtime.close()
+    world.rest()
+
+
+def never_struck(
+    outcomes: Sequence[Outcome], only: Sequence[str] = ()
+) -> list[tuple[str, str, str]]:
+    """Return the cells that no strike took effect in."""
+    struck = {(each.fault, each.way, each.phase) for each in outcomes if each.took}
+    return [cell for cell in cells() if (not only or cell[0] in only) and cell not in struck]
+
+
+def main() -> int:
+    """Parse the command line and strike."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", default=[], choices=list(FAULTS), metavar="NAME")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console(width=180)
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    begin_s = time.perf_counter()
+    outcomes = strike_all(seeds, options.only, options.out)
+    show(outcomes, console)
+    for each in outcomes:
+        for wrong in each.wrong:
+            console.print(f"{each.fault}, {each.way}, {each.phase}, seed {each.seed}: {wrong}")
+    missed = never_struck(outcomes, options.only)
+    for cell in missed:
+        console.print("never took effect:", ", ".join(cell))
+    wrong = sum(bool(each.wrong) for each in outcomes)
+    seconds = time.perf_counter() - begin_s
+    console.print(f"{len(outcomes)} strikes, {wrong} wrong, {seconds:.0f} s")
+    return 1 if wrong or missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Faults of every kind in a training step, one seed of scripts/stress_chaos.py; and that its judge can say no."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from delta_runtime import entered
+from scripts import stress_chaos
+from scripts.chaos_faults import FORWARD, Fault, Strike, World, scaled
+from scripts.stress_chaos import cells, never_struck, one_strike, strike_all, warm_up
+from tests.support.fixtures import one_thread  # noqa: F401
+
+SEEDS = (3,)
+RARELY_STRUCK = {"error in policy", "read error", "interrupt"}
+"""Take effect by chance: a room that is needed, a file that was written, a timer. Five seeds strike all of them."""
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.filterwarnings("ignore")
+def test_each_fault_ends_in_the_right_bits_or_in_its_own_error() -> None:
+    print(f"seeds {SEEDS}")
+    outcomes = strike_all(SEEDS, quiet=True)
+    assert len(outcomes) == len(list(cells())) * len(SEEDS)
+    assert [each for each in outcomes if each.wrong] == []
+    missed = never_struck(outcomes)
+    assert {fault for fault, _, _ in missed} <= RARELY_STRUCK
+    assert any(each.error for each in outcomes)
+    assert sum(each.right for each in outcomes) > len(outcomes) / 2
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("what", ["other bits", "another error", "a lost error", "a leak"])
+def test_the_judge_says_no(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(0)
+    warm_up(world)
+    kept = []
+
+    def wrong(strike: Strike) -> None:
+        strike.took = True
+        if what == "other bits":
+            with stress_chaos.torch.no_grad():
+                strike.world.x.add_(1)
+            strike.after.append(lambda: strike.world.x.data.sub_(1))
+        elif what == "another error":
+            raise RuntimeError("of nobody")
+        elif what == "a leak":
+            kept.append(scaled(strike.world.x))
+
+    fault = Fault(wrong, phases=(FORWARD,), must_raise=what == "a lost error")
+    monkeypatch.setattr(stress_chaos, "FAULTS", {"wrong": fault})
+    outcome = one_strike(world, "wrong", "dropped", FORWARD, random.Random(0).randrange(9))
+    assert outcome.wrong
+    assert entered.entered() is None
