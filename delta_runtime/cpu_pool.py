@@ -15,7 +15,11 @@ before are freed as they always were and never counted.
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
+
+import torch
 
 from delta_runtime.core.units import BytesSpec, parse_bytes
 from delta_runtime.extension import _C
@@ -23,9 +27,31 @@ from delta_runtime.extension import _C
 _pool = _C.cpu_pool
 
 
+_older: list[weakref.ref[torch.Tensor]] = []
+
+
 def install() -> None:
     """Make the pool the CPU allocator of this process. Idempotent; cannot be undone."""
+    if not installed():
+        _older[:] = [weakref.ref(each) for each in _weights()]
     _pool.install()
+
+
+def _weights() -> Iterator[torch.Tensor]:
+    """Yield all parameters of this process, their gradients, and the state of all optimizers."""
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.nn.Parameter):
+            yield each
+            if each.grad is not None:
+                yield each.grad
+        elif issubclass(type(each), torch.optim.Optimizer):
+            for state in each.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def older_weights() -> list[torch.Tensor]:
+    """Return the weights, gradients and optimizer states that live and are older than the pool, which counts none."""
+    return [each for ref in _older if (each := ref()) is not None]
 
 
 def installed() -> bool:

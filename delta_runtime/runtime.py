@@ -24,7 +24,7 @@ from types import TracebackType
 
 import torch
 
-from delta_runtime import entered, python_random, raw_access
+from delta_runtime import cpu_pool, entered, python_random, raw_access
 from delta_runtime.act.pinning import pinning
 from delta_runtime.act.tiers import Tiers, open_tiers
 from delta_runtime.config import Config, Launched, check_requested, planning_requested
@@ -126,7 +126,7 @@ class Runtime:
         self.config = config
         self.device = resolve_device(config.device)
         if self.device.type == "cpu":
-            _C.cpu_pool.install()
+            cpu_pool.install()
         self.budget_bytes = resolve_budget(config, self.device)
         self.tiers = tiers = open_tiers(config, self.device)
         try:
@@ -135,6 +135,9 @@ class Runtime:
             self.session = self._new_session(config, policy, tiers)
         finally:
             tiers.close()  # the session has a descriptor of its own by now
+        if self.device.type == "cpu":
+            for each in cpu_pool.older_weights():  # else the first step has no room for them
+                self.session.take_in(each)
         # Weakly: a runtime that nobody holds any more goes at once, without the garbage collector.
         # Not a WeakMethod: its end runs Python, where an interrupt is lost.
         this = weakref.ref(self)

@@ -204,6 +204,7 @@ void bind_memory(SessionClass& c) {
            })
       .def("mark_written", [](Session& s, const at::Tensor& t) { s.tensors.mark_written(t); })
       .def("prepare_write", [](Session& s, const at::Tensor& t) { s.tensors.prepare_write(t); })
+      .def("take_in", [](Session& s, const at::Tensor& t) { s.tensors.take_in(t); })
       .def(
           "begin_copies",
           [](Session& s) {

@@ -93,6 +93,13 @@ void TensorPages::mark_written(const at::Tensor& t) {
   outside_.spoil_newly_shared();
 }
 
+void TensorPages::take_in(const at::Tensor& t) {
+  Guard guard(lock_);
+  if (is_plain(t) && t.device() == options_.device && t.storage().nbytes() > 0) {
+    page_of(t);
+  }
+}
+
 void TensorPages::prepare_write(const at::Tensor& t) {
   ToClone to_clone;
   {

@@ -23,6 +23,8 @@ class TensorPages : public Part {
   // or is about to.
   void mark_written(const at::Tensor& t);
   void prepare_write(const at::Tensor& t);
+  // The tensor is there: what no pool counts of it is charged now, not when an op first reads it.
+  void take_in(const at::Tensor& t);
   // Python code is about to get hold of a storage's memory, or to write to it past the dispatcher.
   // `loan` names the array that it gets; kForGood: what it gets is not an array, and may be kept.
   void before_raw_access(const c10::Storage& storage, bool writes, int64_t loan);
