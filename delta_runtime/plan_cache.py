@@ -116,6 +116,11 @@ class PlanCache:
         return next(reversed(self._known.values())).plan if self._known else None
 
     @property
+    def known_graphs(self) -> int:
+        """How many graphs are remembered."""
+        return len(self._known)
+
+    @property
     def refusal(self) -> PlannerInfeasible | None:
         """That the planner has no plan for a graph that is known; of several, the latest graph's. None where it has."""
         refusals = (known.refusal for known in reversed(self._known.values()))

@@ -1,0 +1,35 @@
+"""A short soak is flat and right; and what rises is not flat."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from scripts.stress_soak import BOUNDS, Point, slopes, soak
+from tests.support.fixtures import one_thread  # noqa: F401
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_short_soak_is_right_and_its_tables_do_not_grow(tmp_path) -> None:
+    out = tmp_path / "points.jsonl"
+    points = soak(400, 0, 0.6, 0, out)
+    assert len(points) == 40 == len(out.read_text().splitlines())
+    assert all(point.right for point in points)
+    rising = {each.name for each in slopes(points) if not each.is_flat}
+    assert not rising & {"records", "graphs", "threads", "files"}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_what_rises_is_not_flat(name: str) -> None:
+    still = Point(0, *[1000] * 7, 1.1, True)
+    assert all(
+        each.is_flat for each in slopes([dataclasses.replace(still, steps=k) for k in range(1, 41)])
+    )
+    rising = [
+        dataclasses.replace(
+            still, steps=k, **{name: getattr(still, name) + (BOUNDS[name] + 1) * k / 10}
+        )
+        for k in range(1, 41)
+    ]
+    assert [each.name for each in slopes(rising) if not each.is_flat] == [name]
