@@ -9,7 +9,8 @@ Takes about half an hour; needs no GPU. Exits 1 where auto is slower than anothe
     python -m benchmarks.cards [--models ...] [--cards rtx3060,rtx4090,h100] [--json FILE] [--docs docs/estimates.md]
         [--plot docs/plots/cards.png]
 
-`--docs` writes the tables between the markers of that page; `--json` of an earlier run is read with `--again`.
+`--docs` writes the tables between the markers of that page. With `--again` the points that FILE holds already are kept,
+and only models and cards that it lacks are simulated.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import delta_runtime.extension  # noqa: F401 - the loops of planners
 from benchmarks.common import console, machine, words, write_docs, write_json
@@ -239,28 +239,29 @@ def main() -> int:
     parser.add_argument("--models", type=words, default=list(SIMULATED))
     parser.add_argument("--cards", type=words, default=list(CARDS))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--again", action="store_true", help="take the points of --json")
+    parser.add_argument("--again", action="store_true", help="keep the points of --json")
     parser.add_argument("--docs", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     told: dict[tuple[str, str], Estimate] = {}
     points: list[Point] = []
-    earlier: dict[str, Any] = json.loads(options.json.read_text()) if options.again else {}
+    if options.again:
+        points += [Point(**each) for each in json.loads(options.json.read_text())["points"]]
+    known = {(each.model, each.card) for each in points}
     for model in options.models:
         dry = record_dry_step(MODELS[model])
         for card in options.cards:
             begin = time.perf_counter()
             told[model, card] = _estimate(dry, card)
-            if not options.again:
+            if (model, card) not in known:
                 points += simulated(model, dry.graph, card, told[model, card].least_budget_bytes)
             took = format_seconds(time.perf_counter() - begin)
             console.print(f"\n{TEXTS[model]} ({took})\n{told[model, card]}")
-            if not options.again:
+            if (model, card) not in known:
                 write_json(
                     options.json,
                     {"machine": machine(), "points": [asdict(each) for each in points]},
                 )
-    points += [Point(**each) for each in earlier.get("points", [])]
     shown = {key: each for key, each in told.items() if key[0] in SHOWN}
     tables = {
         "estimates": estimates_table(shown),
