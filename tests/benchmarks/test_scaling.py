@@ -1,0 +1,33 @@
+"""The benchmark of growth with size: that it measures what it says, and that its fit tells exponents apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.scaling import Chain, exponent, measure
+from delta_runtime import cpu_pool
+from tests.support.fixtures import one_thread  # noqa: F401
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 1.5, 2.0])
+def test_the_fit_finds_the_exponent(power: float) -> None:
+    sizes = [100, 1000, 10_000]
+    assert exponent(sizes, [3e-6 * size**power for size in sizes]) == pytest.approx(power)
+
+
+def test_a_chain_saves_what_it_is_asked_for_and_is_planned_for() -> None:
+    cpu_pool.install()
+    row = measure(200, rounds=1)
+    assert row.saved == pytest.approx(200, rel=0.05)
+    assert row.planning_s > 0 and row.first_s > 0
+    assert row.share <= 0.6
+
+
+def test_a_chain_is_the_same_with_a_runtime() -> None:
+    chain = Chain(50)
+    chain.step(None)
+    wanted = chain.start.grad
+    assert wanted is not None
+    chain.step(None)
+    assert torch.equal(chain.start.grad, wanted)
