@@ -22,6 +22,7 @@ import weakref
 from dataclasses import replace
 from types import TracebackType
 
+import numpy as np
 import torch
 
 from delta_runtime import cpu_pool, entered, python_random, raw_access
@@ -29,13 +30,14 @@ from delta_runtime.act.pinning import pinning
 from delta_runtime.act.tiers import Tiers, open_tiers
 from delta_runtime.config import Config, Launched, check_requested, planning_requested
 from delta_runtime.core.errors import BudgetInfeasible, UsageError
-from delta_runtime.core.events import Place
+from delta_runtime.core.events import PROFILE_DTYPE, Place
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import RecordedOn, StepGraph
 from delta_runtime.core.units import BudgetSpec, BytesSpec, format_bytes
 from delta_runtime.device import resolve_budget, resolve_device
 from delta_runtime.extension import _C, shielded
 from delta_runtime.online.policies import Policy, Stress, get_policy
+from delta_runtime.report.step_plot import LiveBytes
 from delta_runtime.report.step_report import StepReport, StepTotals, TierUse
 from delta_runtime.steps import Steps
 from delta_runtime.torch_hooks import TorchHooks
@@ -403,7 +405,16 @@ class Runtime:
             tiers=tuple(TierUse.of(each, direct=direct) for each in self.session.tiers()),
             process=_launched().text(),
             shortfall=steps.shortfall,
+            live=self._live_bytes(),
         )
+
+    def _live_bytes(self) -> LiveBytes:
+        profile = np.frombuffer(self.session.profile(), dtype=PROFILE_DTYPE)
+        graph = self.steps.graph
+        if graph is None:
+            return LiveBytes(profile["op"], profile["peak_bytes"])
+        ordinary_bytes = graph.op_ordinary_bytes + graph.op_watermark_bytes
+        return LiveBytes(profile["op"], profile["peak_bytes"], ordinary_bytes)
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of the last step that was observed, as loggers take them; see `StepReport.metrics`.

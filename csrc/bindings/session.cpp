@@ -269,6 +269,11 @@ void bind_logs(SessionClass& c) {
              }
              return rows_of(rows);
            })
+      .def("profile",
+           [](Session& s) {
+             Guard guard(s.state.lock);
+             return rows_of(s.state.profile.last());
+           })
       .def("counters", [](const Session& s) { return s.state.counters; })
       .def("levels", &Session::levels)
       .def("packs", [](const Session& s) { return s.state.counters.packs; })

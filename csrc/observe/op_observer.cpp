@@ -309,6 +309,7 @@ void OpObserver::end(ThreadState& ts, c10::ArrayRef<const c10::IValue> outputs) 
   if (open.traced) {
     trace(open, seconds);
   }
+  profile_.note(now_.tick - now_.begin_tick - 1, open.live_bytes + watermark_bytes);
   seconds = note_facts(open, watermark_bytes, seconds, threw);
   log_.end(open, outputs, seconds, watermark_bytes);
   log_.note_stuck(open, watermark_bytes);

@@ -87,6 +87,7 @@ void Session::begin_step() {
   outside.end_loans();
   state.now.begin_step(state.counters.packs, state.counters.unpacks);
   state.account.begin_step();
+  state.profile.begin_step();
   state.counters.stuck_bytes = 0;
   state.counters.stuck_op = "";
   plan_actions.forget();
@@ -101,6 +102,7 @@ void Session::end_step() {
   Guard guard(state.lock);
   tiers.reap();
   plan_actions.forget();
+  state.profile.end_step();
   state.events.emit(EventKind::Step, nullptr, 0, 0);
 }
 

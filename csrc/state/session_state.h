@@ -7,6 +7,7 @@
 #include "state/account.h"
 #include "state/counters.h"
 #include "state/event_log.h"
+#include "state/memory_profile.h"
 #include "state/options.h"
 #include "state/page_table.h"
 #include "state/progress.h"
@@ -25,6 +26,7 @@ struct SessionState {
   Counters counters;
   Levels levels;  // as far as they are kept up to date; see Session::levels
   EventLog events{now};
+  MemoryProfile profile;
   Account account{options, now, entered};
   PageTable pages{options, lock, now, account};
 };
@@ -45,6 +47,7 @@ class Part {
         counters_(state.counters),
         levels_(state.levels),
         events_(state.events),
+        profile_(state.profile),
         account_(state.account),
         pages_(state.pages) {}
   ~Part() = default;
@@ -57,6 +60,7 @@ class Part {
   Counters& counters_;
   Levels& levels_;
   EventLog& events_;
+  MemoryProfile& profile_;
   Account& account_;
   PageTable& pages_;
 };

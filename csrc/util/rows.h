@@ -75,4 +75,11 @@ struct TraceRow {
 };
 static_assert(sizeof(TraceRow) == 56, "the Python side reads the trace as 56-byte rows");
 
+// The highest live bytes during an op, or during a few from it on.
+struct ProfilePoint {
+  int64_t op;  // counted from the step's first one
+  int64_t peak_bytes;
+};
+static_assert(sizeof(ProfilePoint) == 16, "the Python side reads the profile as 16-byte rows");
+
 }  // namespace delta

@@ -102,6 +102,9 @@ TRACE_DTYPE = np.dtype(
 )
 """One row of the extension's trace; `TraceRow` in csrc/util/rows.h."""
 
+PROFILE_DTYPE = np.dtype([("op", "<i8"), ("peak_bytes", "<i8")])
+"""One point of the extension's profile of a step; `ProfilePoint` in csrc/util/rows.h."""
+
 
 class Place(enum.IntEnum):
     """Where the bytes of a page are, by the ledger. Bytes are on the device until a copy of them is done."""

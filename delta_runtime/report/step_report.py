@@ -12,10 +12,13 @@ import io
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from delta_runtime.core.errors import UsageError
 from delta_runtime.core.events import Bounds, Shortfall
 from delta_runtime.core.units import format_bytes, format_seconds
+from delta_runtime.report.step_plot import LiveBytes, draw
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -262,6 +265,7 @@ class StepReport:
         tiers: what became of each tier below the device, nearest first.
         process: which of several this is, beginning with its rank; empty where there is one only.
         shortfall: the worst request for room that could not be met; None where all were.
+        live: live bytes over the last step that was observed; see `plot`.
     """
 
     budget_bytes: int
@@ -276,10 +280,34 @@ class StepReport:
     tiers: tuple[TierUse, ...] = ()
     process: str = ""
     shortfall: Shortfall | None = None
+    live: LiveBytes = field(default_factory=LiveBytes, repr=False, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain dicts and numbers."""
-        return asdict(self)
+        """All of it as plain dicts and numbers, but for the live bytes of each op."""
+        plain = asdict(self)
+        del plain["live"]
+        return plain
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draw the live bytes over the last step, beside what they would have been with nothing evicted.
+
+        Args:
+            path: where the picture is written, in the format of its ending; None: nowhere.
+
+        Returns:
+            A `matplotlib.figure.Figure`; notebooks show it.
+
+        Raises:
+            UsageError: no step has run yet.
+            ImportError: matplotlib is not installed.
+        """
+        if not len(self.live.ops):
+            raise UsageError(
+                "no step has been observed yet: there is nothing to plot.",
+                change="Run one forward and backward.",
+            )
+        title = f"{format_bytes(self.last.peak_bytes)} at the most; policy {self.policy}"
+        return draw(self.live, self.budget_bytes, title, None if path is None else Path(path))
 
     @property
     def over_budget_bytes(self) -> int:
