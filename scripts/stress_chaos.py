@@ -17,6 +17,7 @@ tests/scripts/test_chaos.py runs one seed.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import faulthandler
 import json
 import os
@@ -55,6 +56,7 @@ BEFORE = (0, 1, 5)
 """Steps that a runtime has seen when it is struck: none, a recorded one, those that a plan is followed behind."""
 _LATE_S = 0.05  # an interrupt may arrive when the step is over
 _HANGS_S = 120
+_ENDS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +189,18 @@ def _next_step(world: World, strike: Strike) -> list[str]:
 
 
 def grown(before: Footprint) -> list[str]:
-    """Return what the process holds more of than before."""
-    return footprint().growth(before)
+    """Return what the process holds more of than before, given a second for threads to end."""
+    ends_s = time.monotonic() + _ENDS_S
+    while True:
+        now = footprint()
+        fields = [each.name for each in dataclasses.fields(Footprint)]
+        more = [name for name in fields if getattr(now, name) > getattr(before, name)]
+        if not more or time.monotonic() > ends_s:
+            return [
+                f"{name}: {getattr(before, name):,} before, {getattr(now, name):,} after"
+                for name in more
+            ]
+        time.sleep(_ENDS_S / 20)
 
 
 def show(outcomes: Sequence[Outcome], console: Console) -> None:
