@@ -235,11 +235,19 @@ def markdown(rows: list[Row]) -> list[str]:
 
 
 def kept_rows(path: Path | None) -> list[Row]:
-    """Return the rows of an earlier run; none where there is no file."""
+    """Return the rows of an earlier run on such a machine; none where there is no file.
+
+    Raises:
+        SystemExit: they are another machine's, or another PyTorch's, and would be taken for this one's.
+    """
     if path is None or not path.exists():
         return []
-    rows = json.loads(path.read_text())["rows"]
-    return [Row(**{**row, "ratio": Spread(**row["ratio"])}) for row in rows if "threads" in row]
+    told = json.loads(path.read_text())
+    now = machine()
+    for name in ("cpu", "cores", "torch"):
+        if told["machine"][name] != now[name]:
+            raise SystemExit(f"{path} is of another {name}: {told['machine'][name]}")
+    return [Row(**{**row, "ratio": Spread(**row["ratio"])}) for row in told["rows"]]
 
 
 def main() -> int:
@@ -260,11 +268,13 @@ def main() -> int:
     cpu_pool.install()
     keep_memory()
     asked = (options.link, options.rounds, options.threads)
+    kept = kept_rows(options.json)
     known = {
         (row.model, row.policy, row.share): row
-        for row in kept_rows(options.json)
+        for row in kept
         if (row.link, row.rounds, row.threads) == asked
     }
+    others = [row for row in kept if row not in known.values()]
     rows: list[Row] = []
     for model in words(options.models):
         state: TrainState | None = None
@@ -274,7 +284,7 @@ def main() -> int:
                 if which not in known:
                     state = state or BENCH_WORKLOADS[model].build(SEED)
                     known[which] = run(state, *which, options.link, options.rounds)
-                    every = [asdict(row) for row in known.values()]
+                    every = [asdict(row) for row in (*others, *known.values())]
                     write_json(options.json, {"machine": machine(), "rows": every})
                 rows.append(known[which])
                 gc.collect()

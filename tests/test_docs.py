@@ -62,3 +62,11 @@ def test_the_calls_of_a_page_hold(monkeypatch, page, asserts):
     code = "".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     assert code.count("assert ") >= asserts
     exec(code, {})
+
+
+@every_page
+def test_no_table_that_a_command_writes_is_empty(page):
+    for name, table in re.findall(
+        r"<!-- ([\w ]+): begin -->(.*?)<!-- \1: end -->", page.read_text("utf-8"), re.S
+    ):
+        assert table.count("\n|") > 2, name
