@@ -18,6 +18,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 
@@ -37,20 +38,38 @@ def install() -> None:
     _pool.install()
 
 
-def _weights() -> Iterator[torch.Tensor]:
-    """Yield all parameters of this process, their gradients, and the state of all optimizers."""
+def _weights() -> list[torch.Tensor]:
+    """Return all parameters, their gradients, and the state of all optimizers, as far as gc sees them."""
+    found: list[torch.Tensor] = []
     for each in gc.get_objects():
-        if issubclass(type(each), torch.nn.Parameter):
-            yield each
-            if each.grad is not None:
-                yield each.grad
-        elif issubclass(type(each), torch.optim.Optimizer):
-            for state in each.state.values():
-                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        try:
+            found += _weights_of(each)
+        except (
+            Exception
+        ):  # it belongs to others: half made, without its state, changed by another thread
+            continue
+    return [getattr(each, "_local_tensor", each) for each in found]  # a DTensor's own part
+
+
+def _weights_of(thing: object) -> list[torch.Tensor]:
+    kind = type(thing)
+    if issubclass(kind, torch.Tensor):
+        tensor = cast(torch.Tensor, thing)
+        if not issubclass(kind, torch.nn.Parameter) and not getattr(tensor, "_is_param", False):
+            return []
+        return [tensor] if tensor.grad is None else [tensor, tensor.grad]
+    if issubclass(kind, torch.optim.Optimizer):
+        states = [each for each in thing.state.values() if isinstance(each, dict)]  # type: ignore[attr-defined]
+        values = [value for state in states for value in state.values()]
+        return [value for value in values if isinstance(value, torch.Tensor)]
+    return []
 
 
 def older_weights() -> list[torch.Tensor]:
-    """Return the weights, gradients and optimizer states that live and are older than the pool, which counts none."""
+    """Return the weights, gradients and optimizer states that live and are older than the pool, which counts none.
+
+    What the garbage collector does not see is not among them, such as what was there before a `gc.freeze()`.
+    """
     return [each for ref in _older if (each := ref()) is not None]
 
 

@@ -339,3 +339,23 @@ def test_weights_older_than_the_pool_have_their_place_in_the_first_step(trained,
     )
     assert done.stderr == ""
     assert done.stdout.splitlines() == ["True True", "True True", "True"]
+
+
+def test_looking_for_weights_bears_what_others_have_made():
+    """Optimizers that are half made, without a state, or with numbers in it."""
+    weight = torch.nn.Parameter(torch.ones(8))
+    with_number = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    weight.sum().backward()
+    with_number.step()
+    with_number.state["global_step"] = 3
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self):  # has not called Optimizer.__init__
+            pass
+
+    kept = [with_number, Wrapper(), torch.optim.SGD.__new__(torch.optim.SGD)]
+    momentum = with_number.state[weight]["momentum_buffer"]
+    found = cpu_pool._weights()
+    assert len(kept) == 3
+    for each in (weight, weight.grad, momentum):
+        assert any(each is other for other in found)
