@@ -121,6 +121,16 @@ class PlanCache:
         return len(self._known)
 
     @property
+    def last_graph(self) -> StepGraph | None:
+        """The record of steps like the last one, of as many ops; None where there is none."""
+        known = self._of(self._last) if self._last is not None else None
+        return known.graph if known is not None and known.ops == self._last_ops else None
+
+    @property
+    def _last_ops(self) -> int:
+        return self._last.ops if self._last is not None else 0
+
+    @property
     def refusal(self) -> PlannerInfeasible | None:
         """That the planner has no plan for a graph that is known; of several, the latest graph's. None where it has."""
         refusals = (known.refusal for known in reversed(self._known.values()))

@@ -37,6 +37,7 @@ from delta_runtime.core.units import BudgetSpec, BytesSpec, format_bytes
 from delta_runtime.device import resolve_budget, resolve_device
 from delta_runtime.extension import _C, shielded
 from delta_runtime.online.policies import Policy, Stress, get_policy
+from delta_runtime.report.step_figures import metrics, status
 from delta_runtime.report.step_plot import LiveBytes
 from delta_runtime.report.step_report import StepReport, StepTotals, TierUse
 from delta_runtime.steps import Steps
@@ -391,7 +392,7 @@ class Runtime:
         graph = steps.graph
         direct = bool(self.tiers.spill and self.tiers.spill.direct)
         return StepReport(
-            budget_bytes=self.budget_bytes if self.policy.evicts_to else 0,
+            budget_bytes=self._kept_budget_bytes,
             policy=self.policy.name,
             device=str(self.device),
             last=replace(steps.last or StepTotals(), planning_s=steps.last_planning_s),
@@ -410,20 +411,24 @@ class Runtime:
 
     def _live_bytes(self) -> LiveBytes:
         profile = np.frombuffer(self.session.profile(), dtype=PROFILE_DTYPE)
-        graph = self.steps.graph
+        graph = self.steps.plans.last_graph  # another step's would be another curve
         if graph is None:
             return LiveBytes(profile["op"], profile["peak_bytes"])
         ordinary_bytes = graph.op_ordinary_bytes + graph.op_watermark_bytes
         return LiveBytes(profile["op"], profile["peak_bytes"], ordinary_bytes)
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of the last step that was observed, as loggers take them; see `StepReport.metrics`.
+        """Return the figures of the last step that was observed, as loggers take them.
+
+        One flat dictionary, empty before the first step. Names begin with ``delta/`` and end in their unit:
+        ``budget_bytes``, ``peak_bytes``, ``dropped_bytes``, ``swapped_out_bytes``, ``recompute_s``, ``stall_s`` (waited
+        for lanes), and ``over_budget_steps``, of all steps.
 
         Example:
             >>> writer.add_scalar("peak", runtime.metrics()["delta/peak_bytes"], step)   # doctest: +SKIP
             >>> wandb.log({"loss": loss.item(), **runtime.metrics()})                    # doctest: +SKIP
         """
-        return self.report().metrics()
+        return metrics(self.steps.last, self.steps.totals, self._kept_budget_bytes)
 
     def status(self) -> str:
         """Return the last step in a few words.
@@ -431,7 +436,11 @@ class Runtime:
         Example:
             >>> bar.set_postfix_str(runtime.status())   # doctest: +SKIP
         """
-        return self.report().status()
+        return status(self.steps.last, self.steps.totals, self._kept_budget_bytes)
+
+    @property
+    def _kept_budget_bytes(self) -> int:
+        return self.budget_bytes if self.policy.evicts_to else 0
 
     def graph(self) -> StepGraph:
         """Return the record of the step that was logged last, with the machine that it ran on.

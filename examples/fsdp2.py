@@ -4,11 +4,12 @@
 
 `--budget off` trains without the runtime: the losses are the same. On cards each process gives the bytes that its own
 card may hold; `auto` and shares such as 80% are of that card, and on a CPU of this process's part of the machine's RAM.
-Takes a few seconds; needs no GPU.
+Takes a few seconds; needs no GPU: where there are fewer cards than processes, they train on the CPU.
 """
 
 import argparse
 import contextlib
+import os
 
 import torch
 import torch.distributed as dist
@@ -24,10 +25,12 @@ options = parser.parse_args()
 
 dist.init_process_group()
 rank = dist.get_rank()
-device = torch.accelerator.current_accelerator() or torch.device("cpu")
-if device.type != "cpu":
-    device = torch.device(device.type, rank % torch.accelerator.device_count())
-    torch.accelerator.set_device_index(device.index)
+device = torch.device("cpu")
+if torch.accelerator.is_available():
+    here, cards = int(os.environ["LOCAL_RANK"]), torch.accelerator.device_count()
+    if cards >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        torch.accelerator.set_device_index(here)
+        device = torch.device(torch.accelerator.current_accelerator().type, here)
 torch.manual_seed(0)
 layer = nn.TransformerEncoderLayer(192, 6, 768, dropout=0.1, batch_first=True, norm_first=True)
 model = nn.Sequential(

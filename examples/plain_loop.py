@@ -20,17 +20,19 @@ parser.add_argument("--budget", default="100MiB")
 parser.add_argument("--steps", type=int, default=20)
 options = parser.parse_args()
 
+device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 torch.manual_seed(0)
 layer = nn.TransformerEncoderLayer(192, 6, 768, dropout=0.1, batch_first=True, norm_first=True)
 model = nn.Sequential(
     nn.Embedding(256, 192),
     nn.TransformerEncoder(layer, 4, enable_nested_tensor=False),
     nn.Linear(192, 256),
-)
+).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 tokens = torch.randint(0, 256, (8, 129), generator=torch.Generator().manual_seed(0))
+tokens = tokens.to(device)
 
-runtime = None if options.budget == "off" else delta.Runtime(options.budget)
+runtime = None if options.budget == "off" else delta.Runtime(options.budget, device=device)
 bar = trange(options.steps)
 for _ in bar:
     with runtime.step() if runtime else contextlib.nullcontext():

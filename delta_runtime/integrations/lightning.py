@@ -2,19 +2,28 @@
 
     Trainer(..., callbacks=[DeltaCallback(budget="10GiB")])
 
-Covers `fit`: the runtime is entered when training starts, and left when it ends, or raises. Where steps begin and end
-the runtime finds by itself: Lightning runs forward and backward inside of the optimizer's step. Does not cover
-`validate`, `test` and `predict`, which save nothing for a backward.
+Covers `fit`: the runtime is entered when training starts, and left when it ends, or raises. Where steps end the
+runtime finds by itself: where something runs behind a backward. With several backwards a batch, as manual optimization
+may have, each is a step, and what is logged is the last. Does not cover `validate`, `test` and `predict`, which save
+nothing for a backward.
+
+Lightning has two distributions, `lightning` and `pytorch_lightning`. The callback is of the one that is imported
+already; of both, or of neither, it is of `lightning`. The other's Trainer takes it too, in a list.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Any
 
-try:
+if TYPE_CHECKING or (
+    "lightning.pytorch" in sys.modules
+    or ("pytorch_lightning" not in sys.modules and importlib.util.find_spec("lightning"))
+):
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import Callback
-except ImportError:  # its other distribution
+else:
     from pytorch_lightning import LightningModule, Trainer
     from pytorch_lightning.callbacks import Callback
 

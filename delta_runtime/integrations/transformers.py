@@ -49,7 +49,7 @@ class DeltaCallback(TrainerCallback):
         self.runtime: Runtime | None = None
         """Of the training that goes on, or that raised; None before and after."""
         self.report: StepReport | None = None
-        """Of the last training that came to its end; None before."""
+        """Of the last training, once it is over; None before."""
         self._wrapped: _WrappedStep | None = None
 
     def on_train_begin(
@@ -62,9 +62,9 @@ class DeltaCallback(TrainerCallback):
         """Make the runtime, and put it around `training_step`.
 
         Raises:
-            UsageError: an argument of the runtime makes no sense, or no Trainer calls. Nothing has been changed.
+            UsageError: an argument of the runtime makes no sense, or no Trainer calls. The Trainer is as it was.
         """
-        self._end()  # of a training that raised
+        self.close()  # of a training that raised
         trainer = _calling_trainer(sys._getframe(1))
         runtime = Runtime(self.budget, device=str(args.device), **self.options)
         handler = trainer.callback_handler
@@ -96,16 +96,20 @@ class DeltaCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Close the runtime; `report` is what it came to."""
-        if self.runtime is not None:
-            self.report = self.runtime.report()
-        self._end()
+        self.close()
 
-    def _end(self) -> None:
+    def close(self) -> None:
+        """End the budget, and set `report`. Idempotent.
+
+        Training that ends does this by itself. After training that raised, the runtime keeps its tiers below the device
+        until this is called, or the callback's next training begins.
+        """
         runtime, self.runtime = self.runtime, None
         wrapped, self._wrapped = self._wrapped, None
         if wrapped is not None:
             wrapped.undo()
         if runtime is not None:
+            self.report = runtime.report()
             runtime.close()
 
 
@@ -114,18 +118,22 @@ class _WrappedStep:
 
     def __init__(self, trainer: Trainer, runtime: Runtime) -> None:
         self._trainer = trainer
+        self._is_over = False
         self._before = vars(trainer).get("training_step")  # of the object itself, if it has one
         training_step = trainer.training_step
 
         @functools.wraps(training_step)
         def budgeted(*args: Any, **kwargs: Any) -> Any:
+            if self._is_over:  # somebody has put something around it, and left that there
+                return training_step(*args, **kwargs)
             with runtime.step():
                 return training_step(*args, **kwargs)
 
         self._budgeted = trainer.training_step = budgeted
 
     def undo(self) -> None:
-        """Put back what was there. What somebody else has put around it since stays."""
+        """Put back what was there; what somebody else has put around it since stays, and has no runtime within."""
+        self._is_over = True
         if vars(self._trainer).get("training_step") is not self._budgeted:
             return
         if self._before is None:

@@ -295,7 +295,7 @@ class StepReport:
             path: where the picture is written, in the format of its ending; None: nowhere.
 
         Returns:
-            A `matplotlib.figure.Figure`; notebooks show it.
+            A `matplotlib.figure.Figure`; a notebook shows it after `%matplotlib inline`.
 
         Raises:
             UsageError: no step has run yet.
@@ -392,42 +392,6 @@ class StepReport:
             f"{format_bytes(self.budget_bytes)}, dropped {format_bytes(self.last.dropped_bytes)}, "
             f"recompute {format_seconds(self.last.rebuild_s)}, rescues {self.last.rescues}"
         )
-
-    def metrics(self) -> dict[str, float]:
-        """Return the last step as one flat dictionary, as loggers take it; empty where none has run.
-
-        Names begin with ``delta/`` and end in their unit: ``budget_bytes`` (where one is kept), ``peak_bytes``,
-        ``dropped_bytes``, ``swapped_out_bytes``, ``recompute_s``, ``stall_s`` (waited for lanes) and
-        ``over_budget_steps``, of all steps.
-        """
-        last = self.last
-        if self.totals.steps == 0:
-            return {}
-        figures = {
-            "peak_bytes": last.peak_bytes,
-            "dropped_bytes": last.dropped_bytes,
-            "swapped_out_bytes": last.swapped_out_bytes,
-            "recompute_s": last.rebuild_s,
-            "stall_s": last.out_stall_s + last.in_stall_s,
-            "over_budget_steps": self.totals.over_budget_steps,
-        }
-        budget = {"budget_bytes": self.budget_bytes} if self.budget_bytes else {}
-        return {f"delta/{name}": float(figure) for name, figure in (budget | figures).items()}
-
-    def status(self) -> str:
-        """Return the last step in a few words, for a progress bar."""
-        last = self.last
-        if self.totals.steps == 0:
-            return "no step yet"
-        of = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
-        words = [f"peak {format_bytes(last.peak_bytes)}{of}"]
-        if last.rebuild_s:
-            words.append(f"recompute {format_seconds(last.rebuild_s)}")
-        if stall_s := last.out_stall_s + last.in_stall_s:
-            words.append(f"waits {format_seconds(stall_s)}")
-        if self.totals.over_budget_steps:
-            words.append(f"over the budget in {self.totals.over_budget_steps:,} steps")
-        return ", ".join(words)
 
     def _repr_html_(self) -> str:
         """Render the table in a notebook."""

@@ -171,6 +171,39 @@ def test_what_others_put_around_the_step_goes_on(tmp_path: Path) -> None:
     assert trainer.training_step is mine
 
 
+def test_what_is_put_around_the_step_in_training_has_no_runtime_within_later(
+    tmp_path: Path,
+) -> None:
+    class Wrapping(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                inner = trainer.training_step
+                trainer.training_step = lambda *args, **kwargs: inner(*args, **kwargs)
+
+    callback = DeltaCallback()
+    trainer = trainer_of(tmp_path, [callback, Wrapping()])
+    give_budget(callback)
+    trainer.train()
+    assert callback.report is not None and callback.report.totals.steps == 12
+    trainer.remove_callback(callback)
+    trainer.train()  # through what is left of the wrappers
+    assert callback.report.totals.steps == 12
+
+
+def test_close_ends_the_budget_of_a_training_that_raised(tmp_path: Path) -> None:
+    callback = DeltaCallback()
+    trainer = trainer_of(tmp_path, [callback], fails_at=3)
+    give_budget(callback)
+    with pytest.raises(ValueError, match="as it was told"):
+        train(trainer)
+    assert callback.runtime is not None and callback.report is None
+    callback.close()
+    callback.close()
+    assert callback.runtime is None
+    assert callback.report is not None and callback.report.totals.steps == 3
+    assert "training_step" not in vars(trainer)
+
+
 def test_senseless_options_are_said_before_training(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, [DeltaCallback(policy="no such policy")])
     with pytest.raises(delta.UsageError, match="no such policy"):
