@@ -14,6 +14,7 @@ import os
 import random
 import resource
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -155,8 +156,9 @@ class Strike:
         block: at which block of that phase.
         random: whatever else is by chance.
         runtime: that it strikes.
+        files: descriptors of what the runtime has open: its spill file.
         armed: whether what was prepared may take effect.
-        took: whether it took effect.
+        took: whether it was delivered; of an error that is raised later, whether it was raised.
         after: is done when the step is over, whatever came of it; the last one first.
         wrong: what else went wrong because of it.
     """
@@ -167,6 +169,7 @@ class Strike:
     block: int
     random: random.Random
     runtime: delta.Runtime = field(init=False)
+    files: set[int] = field(default_factory=set)
     armed: bool = False
     took: bool = False
     after: list[Callable[[], None]] = field(default_factory=list)
@@ -181,9 +184,10 @@ class Fault:
         strike: does it, at the moment that was chosen.
         phases, ways: when and where it makes sense.
         errors: that may come up in the program because of it.
-        must_raise: whether one of them has to, once it took effect.
+        must_raise: whether one of them has to, once it was delivered.
         settings: of the runtime that it strikes, beside those of the way.
         arms: whether `strike` is called before the step begins, and takes effect at the moment by itself.
+        never: ways and phases in which what it waits for does not come.
     """
 
     strike: Callable[[Strike], None]
@@ -193,6 +197,11 @@ class Fault:
     must_raise: bool = False
     settings: Callable[[Strike], Mapping[str, Any]] | None = None
     arms: bool = False
+    never: tuple[tuple[str, str], ...] = ()
+
+    def makes_sense(self, way: str, phase: str) -> bool:
+        """Whether it is struck there."""
+        return way in self.ways and phase in self.phases and (way, phase) not in self.never
 
 
 # ------------------------------------------------------------------------------------------- memory and files
@@ -226,19 +235,25 @@ def short_write(strike: Strike) -> None:
 
 def read_error(strike: Strike) -> None:
     """Let no read of the spill file succeed until the step is over; writes do."""
+    for descriptor in strike.files:
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        kept = os.dup(descriptor)
+        for_writes = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | (flags & os.O_DIRECT))
+        os.dup2(for_writes, descriptor)
+        os.close(for_writes)
+        strike.after.append(partial(os.close, kept))
+        strike.after.append(partial(os.dup2, kept, descriptor))
+        strike.took = True
+
+
+def open_files() -> set[int]:
+    """Return the descriptors of this process that are regular files."""
+    found = set()
     for entry in os.listdir("/proc/self/fd"):
-        path, descriptor = f"/proc/self/fd/{entry}", int(entry)
         with contextlib.suppress(OSError):
-            where = os.readlink(path)
-            if not (where.endswith("(deleted)") and "/#" in where):  # a file without a name
-                continue
-            direct = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
-            kept, for_writes = os.dup(descriptor), os.open(path, os.O_WRONLY | direct)
-            os.dup2(for_writes, descriptor)
-            os.close(for_writes)
-            strike.after.append(partial(os.close, kept))
-            strike.after.append(partial(os.dup2, kept, descriptor))
-            strike.took = True
+            if stat.S_ISREG(os.fstat(int(entry)).st_mode):
+                found.add(int(entry))
+    return found
 
 
 def stopped_lanes(strike: Strike) -> None:
@@ -301,7 +316,7 @@ def failing_policy(strike: Strike) -> Mapping[str, Any]:
         return weigh(columns)
 
     ranks = dataclasses.replace(policy.filter, weights=weights)
-    return {"policy": dataclasses.replace(policy, filter=ranks, plans=False)}
+    return {"policy": dataclasses.replace(policy, filter=ranks, plans=False), "share": 0.55}
 
 
 def from_now_on(strike: Strike) -> None:
@@ -400,8 +415,11 @@ def other_thread(strike: Strike) -> None:
     told: list[Tensor] = []
 
     def train() -> None:
-        while not stop.is_set() or not told:
-            told.append(gradient())
+        try:
+            while not stop.is_set() or not told:
+                told.append(gradient())
+        except Exception as error:
+            strike.wrong.append(f"the other thread: {type(error).__name__}: {error}")
 
     thread = threading.Thread(target=train)
     thread.start()
@@ -410,7 +428,7 @@ def other_thread(strike: Strike) -> None:
         stop.set()
         thread.join()
         wanted = gradient()
-        if not all(torch.equal(each, wanted) for each in told):
+        if not told or not all(torch.equal(each, wanted) for each in told):
             strike.wrong.append("the other thread computed other bits")
 
     strike.after.append(end)
@@ -453,7 +471,13 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         "error in unpack": Fault(
             failing_unpack, phases=(BACKWARD,), errors=(Struck,), must_raise=True, arms=True
         ),
-        "error in policy": Fault(from_now_on, errors=(Struck,), settings=failing_policy),
+        # In backward nothing has to be ranked any more: what went in forward stays below until it is asked for.
+        "error in policy": Fault(
+            from_now_on,
+            errors=(Struck,),
+            settings=failing_policy,
+            never=((HOST, BACKWARD), (DISK, BACKWARD)),
+        ),
         "error in rebuild": Fault(
             failing_rebuild, phases=(BACKWARD,), ways=(DROPPED,), errors=(Struck,)
         ),

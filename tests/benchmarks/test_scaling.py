@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import delta_runtime as delta
 from benchmarks.scaling import Chain, exponent, measure
 from delta_runtime import cpu_pool
 from tests.support.fixtures import one_thread  # noqa: F401
@@ -29,5 +30,8 @@ def test_a_chain_is_the_same_with_a_runtime() -> None:
     chain.step(None)
     wanted = chain.start.grad
     assert wanted is not None
-    chain.step(None)
+    runtime = delta.Runtime("100%", device="cpu", min_bytes=0)
+    chain.step(runtime)
+    assert runtime.report().last.packs >= 50
+    runtime.close()
     assert torch.equal(chain.start.grad, wanted)
