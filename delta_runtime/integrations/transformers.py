@@ -50,7 +50,7 @@ class DeltaCallback(TrainerCallback):
         """Of the training that goes on, or that raised; None before and after."""
         self.report: StepReport | None = None
         """Of the last training, once it is over; None before."""
-        self._wrapped: _WrappedStep | None = None
+        self._step: _BudgetStep | None = None
 
     def on_train_begin(
         self,
@@ -70,7 +70,7 @@ class DeltaCallback(TrainerCallback):
         handler = trainer.callback_handler
         # A new list: the handler goes through the old one at this moment.
         handler.callbacks = [self, *(each for each in handler.callbacks if each is not self)]
-        self.runtime, self._wrapped = runtime, _WrappedStep(trainer, runtime)
+        self.runtime, self._step = runtime, _BudgetStep(trainer, runtime)
 
     def on_log(
         self,
@@ -105,15 +105,15 @@ class DeltaCallback(TrainerCallback):
         until this is called, or the callback's next training begins.
         """
         runtime, self.runtime = self.runtime, None
-        wrapped, self._wrapped = self._wrapped, None
-        if wrapped is not None:
-            wrapped.undo()
+        step, self._step = self._step, None
+        if step is not None:
+            step.undo()
         if runtime is not None:
             self.report = runtime.report()
             runtime.close()
 
 
-class _WrappedStep:
+class _BudgetStep:
     """A Trainer's `training_step` inside of `runtime.step()`, until `undo`."""
 
     def __init__(self, trainer: Trainer, runtime: Runtime) -> None:

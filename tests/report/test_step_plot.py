@@ -52,7 +52,7 @@ def test_a_step_of_many_ops_has_fewer_points_with_the_highest_of_each():
     with runtime.step():
         y = x
         for _ in range(9000):
-            y = y * 1.0001
+            y = y.sin()
         large = torch.ones(MIB)
         del large
         y.sum().backward()
@@ -60,7 +60,7 @@ def test_a_step_of_many_ops_has_fewer_points_with_the_highest_of_each():
     runtime.close()
     live = report.live
     assert 4096 <= len(live.ops) <= 8192
-    assert report.last.ops > 2 * 8192 - 100
+    assert report.last.ops > 2 * 8192
     assert (np.diff(live.ops) > 0).all()
     assert live.peak_bytes.max() == pytest.approx(report.last.peak_bytes, abs=MIB)
     assert live.peak_bytes.max() - live.peak_bytes.min() > 3 * MIB

@@ -268,7 +268,7 @@ def test_a_warning_points_at_the_line_of_the_program(way, tmp_path):
     else:
         program = """
             import delta_runtime
-            with delta_runtime.Runtime("8MiB", device="cpu") as runtime:
+            with delta_runtime.Runtime("5MiB", device="cpu") as runtime:
                 model(torch.ones(1024, 256)).sum().backward()
                 torch.zeros(3)  # here
         """
