@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import faulthandler
+import gc
 import json
 import os
 import random
@@ -257,6 +258,8 @@ def strike_all(
     ]
     world = World(0)
     warm_up(world)
+    gc.collect()
+    gc.freeze()  # what is there already need not be looked through behind each strike
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), disable=quiet, transient=True) as bar:
         task = bar.add_task("strikes", total=len(todo))
@@ -267,6 +270,7 @@ def strike_all(
                 with out.open("a") as file:
                     file.write(json.dumps(asdict(outcomes[-1])) + "\n")
             bar.advance(task)
+    gc.unfreeze()
     return outcomes
 
 

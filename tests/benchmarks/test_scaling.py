@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import delta_runtime as delta
-from benchmarks.scaling import Chain, exponent, measure
+from benchmarks.scaling import Chain, Row, exponent, measure, steepest
 from delta_runtime import cpu_pool
 from tests.support.fixtures import one_thread  # noqa: F401
 
@@ -15,6 +15,14 @@ from tests.support.fixtures import one_thread  # noqa: F401
 def test_the_fit_finds_the_exponent(power: float) -> None:
     sizes = [100, 1000, 10_000]
     assert exponent(sizes, [3e-6 * size**power for size in sizes]) == pytest.approx(power)
+
+
+def test_the_steepest_part_is_not_hidden_by_the_rest() -> None:
+    rows = [
+        Row(size, 1.0, 1.0 + 1e-6 * size, 2.0, planning_s, 0.6)
+        for size, planning_s in ((100, 0.1), (1000, 0.2), (10_000, 20.0))
+    ]
+    assert steepest(rows) == pytest.approx((1.0, 2.0))
 
 
 def test_a_chain_saves_what_it_is_asked_for_and_is_planned_for() -> None:
