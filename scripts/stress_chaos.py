@@ -5,7 +5,7 @@ one of backward, or between two steps; while saved tensors are dropped, go to ho
 that a runtime sees, the second, or one that follows a plan. Where is by the seed. The step that was struck must give
 the bits of an ordinary one, or raise what the fault raises; then the next step must be right, and nothing may be left:
 hooks, soft limits, live bytes, records, threads, file descriptors. A step that hangs for two minutes ends the run with
-all stacks. Takes about a minute a seed on one core; needs no GPU. Exits 1 on a wrong result, a leak, or a cell in which
+all stacks. Takes about 15 s a seed on one core; needs no GPU. Exits 1 on a wrong result, a leak, or a cell in which
 no strike was delivered.
 
     python scripts/stress_chaos.py [--seeds 5] [--first-seed 0] [--only NAME ...] [--out FILE]
