@@ -42,12 +42,9 @@ def _weights() -> list[torch.Tensor]:
     """Return all parameters, their gradients, and the state of all optimizers, as far as gc sees them."""
     found: list[torch.Tensor] = []
     for each in gc.get_objects():
-        try:
+        # It belongs to others: half made, without its state, changed by another thread.
+        with contextlib.suppress(Exception):
             found += _weights_of(each)
-        except (
-            Exception
-        ):  # it belongs to others: half made, without its state, changed by another thread
-            continue
     return [getattr(each, "_local_tensor", each) for each in found]  # a DTensor's own part
 
 

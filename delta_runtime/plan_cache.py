@@ -123,12 +123,10 @@ class PlanCache:
     @property
     def last_graph(self) -> StepGraph | None:
         """The record of steps like the last one, of as many ops; None where there is none."""
-        known = self._of(self._last) if self._last is not None else None
-        return known.graph if known is not None and known.ops == self._last_ops else None
-
-    @property
-    def _last_ops(self) -> int:
-        return self._last.ops if self._last is not None else 0
+        last = self._last
+        known = self._of(last) if last is not None else None
+        alike = last is not None and known is not None and known.ops == last.ops
+        return known.graph if known is not None and alike else None
 
     @property
     def refusal(self) -> PlannerInfeasible | None:

@@ -108,7 +108,7 @@ def one_strike(world: World, name: str, way: str, phase: str, seed: int) -> Outc
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # disks that fail are warned of
             strike, right, error = _struck(world, fault, way, phase, by_chance)
-            wrong = [*strike.wrong, *_judge(fault, strike, right, error)]
+            wrong = [*strike.wrong, *_judge(fault, strike, error)]
             told = type(error).__name__ if error is not None else ""
             del error
             wrong += _next_step(world, strike)
@@ -153,6 +153,8 @@ def _struck(
         else:
             world.moment = moment
         right = world.is_right(world.step(strike.runtime if _is_open(strike) else None))
+        if not right:  # whatever comes late
+            strike.wrong.append("other bits")
         if fault.must_raise and not strike.took:
             time.sleep(_LATE_S)
     except BaseException as raised:
@@ -171,10 +173,9 @@ def _is_open(strike: Strike) -> bool:
     return not strike.runtime._closed
 
 
-def _judge(fault: Fault, strike: Strike, right: bool, error: BaseException | None) -> list[str]:
+def _judge(fault: Fault, strike: Strike, error: BaseException | None) -> list[str]:
     if error is None:
-        wrong = [] if right else ["other bits"]
-        return wrong + ["its error was lost"] * (fault.must_raise and strike.took)
+        return ["its error was lost"] * (fault.must_raise and strike.took)
     if isinstance(error, fault.errors) and strike.took:
         return []
     return [f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"]
