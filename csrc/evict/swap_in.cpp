@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "rebuild/quiet.h"
+#include "tiers/spill_file.h"
 #include "util/errors.h"
 #include "util/signals.h"
 #include "util/streams.h"
@@ -73,8 +74,11 @@ void SwapIn::raise_lost(const Page& page) const {
         "kernel of your own: tell it with delta_runtime.mark_written), or the host's memory is "
         "bad.");
   }
-  throw SwapFailedError(which + " was swapped out and cannot be read any more (" +
-                        std::strerror(counters_.read_error) +
+  const int error = counters_.read_error;
+  const std::string why = error == kOtherBytes
+                              ? "the bytes in the spill file are not those that were written"
+                              : std::strerror(error);
+  throw SwapFailedError(which + " was swapped out and cannot be read any more (" + why +
                         "), and it cannot be recomputed either. Gradients of this backward are "
                         "incomplete; weights and optimizer state are as they were. " +
                         (options_.device.is_cpu()

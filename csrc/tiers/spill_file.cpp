@@ -6,6 +6,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <vector>
+
+#include "util/hash.h"
 
 namespace delta {
 
@@ -16,15 +19,42 @@ class SpillBlock : public Block {
   ~SpillBlock() override { owner_->give_back(offset_, bytes()); }
 
   int write(const void* from, Bounce& bounce) override {
-    return owner_->write(offset_, static_cast<const char*>(from), bytes(), bounce);
+    written_.clear();
+    return each_chunk([&](int64_t at, int64_t chunk) {
+      const char* data = static_cast<const char*>(from) + at;
+      written_.push_back(hash_of(data, chunk));
+      return owner_->write(offset_ + at, data, chunk, bounce);
+    });
   }
   int read(void* to, Bounce& bounce) override {
-    return owner_->read(offset_, static_cast<char*>(to), bytes(), bounce);
+    size_t chunks = 0;
+    return each_chunk([&](int64_t at, int64_t chunk) {
+      char* data = static_cast<char*>(to) + at;
+      const int error = owner_->read(offset_ + at, data, chunk, bounce);
+      if (error != 0) {
+        return error;
+      }
+      const size_t which = chunks++;
+      const bool same = which < written_.size() && hash_of(data, chunk) == written_[which];
+      return same ? 0 : kOtherBytes;
+    });
   }
 
  private:
+  template <class Move>
+  int each_chunk(const Move& move) {
+    for (int64_t at = 0; at < bytes(); at += Bounce::kBytes) {
+      const int error = move(at, std::min(Bounce::kBytes, bytes() - at));
+      if (error != 0) {
+        return error;
+      }
+    }
+    return 0;
+  }
+
   std::shared_ptr<SpillFile> owner_;
   int64_t offset_;
+  std::vector<Hash128> written_;  // of each chunk; by the one lane that moves the block
 };
 
 namespace {
@@ -135,18 +165,11 @@ int SpillFile::write(int64_t offset, const char* from, int64_t bytes, Bounce& bo
   if (bounce.data() == nullptr) {
     return ENOMEM;
   }
-  for (int64_t at = 0; at < bytes; at += Bounce::kBytes) {
-    const int64_t chunk = std::min(Bounce::kBytes, bytes - at);
-    std::memcpy(bounce.data(), from + at, static_cast<size_t>(chunk));
-    std::memset(bounce.data() + chunk, 0, static_cast<size_t>(aligned(chunk) - chunk));
-    const int error = move_all(aligned(chunk), direct_, ENOSPC, [&](int64_t done, int64_t rest) {
-      return pwrite(fd_, bounce.data() + done, static_cast<size_t>(rest), offset + at + done);
-    });
-    if (error != 0) {
-      return error;
-    }
-  }
-  return 0;
+  std::memcpy(bounce.data(), from, static_cast<size_t>(bytes));
+  std::memset(bounce.data() + bytes, 0, static_cast<size_t>(aligned(bytes) - bytes));
+  return move_all(aligned(bytes), direct_, ENOSPC, [&](int64_t done, int64_t rest) {
+    return pwrite(fd_, bounce.data() + done, static_cast<size_t>(rest), offset + done);
+  });
 }
 
 int SpillFile::read(int64_t offset, char* to, int64_t bytes, Bounce& bounce) {
@@ -161,17 +184,13 @@ int SpillFile::read(int64_t offset, char* to, int64_t bytes, Bounce& bounce) {
   if (bounce.data() == nullptr) {
     return ENOMEM;
   }
-  for (int64_t at = 0; at < bytes; at += Bounce::kBytes) {
-    const int64_t chunk = std::min(Bounce::kBytes, bytes - at);
-    const int error = move_all(aligned(chunk), direct_, ENODATA, [&](int64_t done, int64_t rest) {
-      return pread(fd_, bounce.data() + done, static_cast<size_t>(rest), offset + at + done);
-    });
-    if (error != 0) {
-      return error;
-    }
-    std::memcpy(to + at, bounce.data(), static_cast<size_t>(chunk));
+  const int error = move_all(aligned(bytes), direct_, ENODATA, [&](int64_t done, int64_t rest) {
+    return pread(fd_, bounce.data() + done, static_cast<size_t>(rest), offset + done);
+  });
+  if (error == 0) {
+    std::memcpy(to, bounce.data(), static_cast<size_t>(bytes));
   }
-  return 0;
+  return error;
 }
 
 int preallocate(int fd, int64_t bytes) { return fallocate(fd, 0, 0, bytes) == 0 ? 0 : errno; }

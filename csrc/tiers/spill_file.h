@@ -2,10 +2,15 @@
 //
 // Opened by delta_runtime/act/spill.py. With O_DIRECT, bytes go through the lane's bounce buffer in
 // chunks, since nobody's tensors are aligned to 4,096 bytes; without, the page cache takes them.
+//
+// Note: a file can be cut, written to or lose blocks behind our back, and reading it then succeeds.
+// So a block hashes each chunk on its way out and compares it on its way in, on the lane's thread
+// and while the chunk is in the processor's cache, whatever `verify` says.
 #pragma once
 
 #include <sys/types.h>
 
+#include <cerrno>
 #include <mutex>
 
 #include "tiers/best_fit.h"
@@ -33,6 +38,7 @@ class SpillFile : public Store, public std::enable_shared_from_this<SpillFile> {
  private:
   friend class SpillBlock;
 
+  // One chunk, of at most Bounce::kBytes. 0 or an errno.
   int write(int64_t offset, const char* from, int64_t bytes, Bounce& bounce);
   int read(int64_t offset, char* to, int64_t bytes, Bounce& bounce);
   void give_back(int64_t offset, int64_t bytes);
@@ -47,6 +53,9 @@ class SpillFile : public Store, public std::enable_shared_from_this<SpillFile> {
   bool failed_ = false;
   bool retired_ = false;
 };
+
+// The errno of a read that found other bytes than were written.
+constexpr int kOtherBytes = EBADMSG;
 
 // Takes disk space for the file now, so that it cannot run short later. 0 or an errno.
 int preallocate(int fd, int64_t bytes);

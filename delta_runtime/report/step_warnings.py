@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 from delta_runtime.core.errors import PlannerInfeasible
@@ -74,7 +75,7 @@ class StepWarnings:
         """
         if totals.failed_writes and self._first("writing"):
             warn(
-                f"delta_runtime: copying to {self._place} failed: {os.strerror(totals.write_error)}. What was "
+                f"delta_runtime: copying to {self._place} failed: {_why(totals.write_error)}. What was "
                 "not copied stayed or was recomputed; no more is swapped there.",
             )
         if totals.failed_reads and self._first("reading"):
@@ -84,5 +85,11 @@ class StepWarnings:
                 else "What could not be read was recomputed."
             )
             warn(
-                f"delta_runtime: copying from {self._place} failed: {os.strerror(totals.read_error)}. {what}",
+                f"delta_runtime: copying from {self._place} failed: {_why(totals.read_error)}. {what}",
             )
+
+
+def _why(error: int) -> str:
+    if error == errno.EBADMSG:  # kOtherBytes in csrc/tiers/spill_file.h
+        return "the bytes there are not those that were written"
+    return os.strerror(error)

@@ -315,6 +315,44 @@ def test_what_cannot_be_read_is_recomputed(tmp_path, left_bytes):
     runtime.close()
 
 
+def cut_and_grown(fd: int) -> None:
+    size = os.fstat(fd).st_size
+    os.truncate(fd, 0)
+    os.truncate(fd, size)  # reads zeros from here on
+
+
+def shifted(fd: int) -> None:
+    """Something else has written a page of the file."""
+    with open(f"/proc/self/fd/{fd}", "r+b", buffering=0) as file:  # without O_DIRECT
+        for at in range(0, os.fstat(fd).st_size, MIB // 2):
+            os.pwrite(file.fileno(), bytes(range(256)) * 16, at)
+
+
+@pytest.mark.parametrize("damage", [cut_and_grown, shifted])
+@pytest.mark.parametrize("direct", [False, True], ids=["page cache", "O_DIRECT"])
+def test_a_file_that_reads_other_bytes_in_a_late_step(tmp_path, monkeypatch, damage, direct):
+    """When nothing that comes back is compared any more but a sample."""
+    if not direct:
+        monkeypatch.setattr(spill, "_use_direct", lambda descriptor: False)
+    runtime = spiller(tmp_path)
+    for _ in range(4):
+        loss, x = swap_out_a_graph(runtime)
+        with runtime.step():
+            loss.backward()
+        assert torch.equal(x.grad, expected_gradient())
+    assert runtime.session.counters().failed_reads == 0
+    loss, x = swap_out_a_graph(runtime)
+    damage(descriptor(runtime))
+    loss.backward()
+    assert torch.equal(x.grad, expected_gradient())
+    counters = runtime.session.counters()
+    assert counters.failed_reads > 0 and counters.lost_pages == 0
+    with pytest.warns(RuntimeWarning, match="not those that were written.* recomputed"):
+        with runtime.step():
+            torch.ones(1 << 16, requires_grad=True).sin().sum().backward()
+    runtime.close()
+
+
 def test_what_can_neither_be_read_nor_recomputed_is_an_error(tmp_path):
     """Made by a custom op that nobody has seen repeat: its copy is all there is."""
     library = torch.library.Library("delta_disk_test", "FRAGMENT")
