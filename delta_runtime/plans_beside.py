@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from delta_runtime.core.interrupts import Interrupted, asking, give_way
 from delta_runtime.core.plan import Plan
 
+PLANNING_THREAD = "delta_runtime plans"
+"""The name of the thread that plans."""
 _TURN_S = 5e-4
 _PAUSE_S = 5e-5
 _LOOK_S = 0.05  # between two looks whether a signal came, for who waits
@@ -63,7 +65,7 @@ class _Making:
         self._began_s = time.perf_counter()
         self._over = threading.Event()
         self._process = os.getpid()
-        thread = threading.Thread(target=self._run, name="delta_runtime plans", daemon=True)
+        thread = threading.Thread(target=self._run, name=PLANNING_THREAD, daemon=True)
         self._thread: threading.Thread | None = thread
         _all.add(self)
         thread.start()
