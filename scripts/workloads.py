@@ -2,12 +2,15 @@
 
 Question: none by itself. It is the one place that fixes the models, data, batch sizes and optimizers whose
 figures the other scripts report, so that two figures can be compared. Run as a script it prints the size of each
-workload and trains it for a few steps (about 15 s, no GPU needed).
+workload and trains it for a few steps (about 40 s, no GPU needed).
 
-Covers: M1, a full-depth ResNet-50 on real images (scikit-learn's scanned digits, enlarged to RGB); M2, a byte-level
-GPT-2 on the sources of the Python standard library; M3, a ViT on the digits. All weights are random, everything runs
-offline. Activations are more than 70 % of the ordinary peak of M1 and of M2. Does not cover: budgets, measuring, or
-anything of the runtime: this file imports nothing of it.
+Covers: three of one size. M1, a full-depth ResNet-50 on real images (scikit-learn's scanned digits, enlarged to RGB);
+M2, a byte-level GPT-2 on the sources of the Python standard library; M3, a ViT on the digits. All weights are random,
+everything runs offline. Activations are more than 70 % of the ordinary peak of M1 and of M2. Does not cover: budgets,
+measuring, or anything of the runtime: this file imports nothing of it.
+
+And eight whose batch and input can be made larger (`SIZED`), for what fits at an equal capacity: ResNet-50,
+ResNet-101, GPT-2, a Llama, a ViT, a U-Net, and GPT-2 and Llama with a vocabulary as large as real ones have.
 
 A change of a number below makes earlier figures incomparable: add a workload instead.
 """
@@ -243,11 +246,185 @@ M3 = Workload(
 WORKLOADS: dict[str, Workload] = {workload.name: workload for workload in (M1, M2, M3)}
 
 
+# ------------------------------------------------------------------- workloads whose batch and input may grow
+
+
+@dataclass(frozen=True, slots=True)
+class SizedWorkload:
+    """A training job that is determined but for its batch and for the size of its input.
+
+    Args:
+        name: short name used in tables and on command lines.
+        title: one line for people.
+        batch_size: the ordinary one.
+        size: the ordinary size of an input: tokens, or pixels of a side.
+        size_step: sizes are multiples of it.
+        unit: of the size: "tokens" or "pixels".
+        blocks: the classes of modules that others put a checkpoint around.
+        build_model: size -> the model; its forward returns an object with a `loss`.
+        make_batch: (seed, index, batch size, size) -> Batch.
+    """
+
+    name: str
+    title: str
+    batch_size: int
+    size: int
+    size_step: int
+    unit: str
+    blocks: tuple[str, ...]
+    build_model: Callable[[int], nn.Module]
+    make_batch: Callable[[int, int, int, int], Batch]
+
+    def build(
+        self, seed: int, batch_size: int | None = None, size: int | None = None
+    ) -> TrainState:
+        """Return the job at a batch and an input size; the ordinary ones by default."""
+        torch.manual_seed(seed)
+        model = self.build_model(size or self.size).train()
+        return TrainState(model, _adamw(model, 1e-4), self.batches(seed, batch_size, size))
+
+    def batches(
+        self, seed: int, batch_size: int | None = None, size: int | None = None
+    ) -> Callable[[int], Batch]:
+        """Return what maps a step to its batch."""
+        sizes = batch_size or self.batch_size, size or self.size
+        return lambda index: self.make_batch(seed, index, *sizes)
+
+
+_VOCABULARY = 50_257
+
+
+def _pairs_of_bytes(seed: int, index: int, batch_size: int, length: int) -> Batch:
+    """Two neighbouring bytes make a token: a text with a vocabulary of `_VOCABULARY`."""
+    text = byte_windows(seed, index, batch_size, 2 * length)["input_ids"]
+    tokens = (text[:, ::2] * 256 + text[:, 1::2]) % _VOCABULARY
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _resnet(depths: tuple[int, ...]) -> Callable[[int], nn.Module]:
+    def build(size: int) -> nn.Module:
+        from transformers import ResNetConfig, ResNetForImageClassification
+
+        return ResNetForImageClassification(ResNetConfig(num_labels=10, depths=list(depths)))
+
+    return build
+
+
+def _gpt2(vocabulary: int, width: int, layers: int) -> Callable[[int], nn.Module]:
+    def build(size: int) -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(
+            vocab_size=vocabulary,
+            n_positions=size,
+            n_embd=width,
+            n_layer=layers,
+            n_head=width // 64,
+            attn_pdrop=0.0,
+            use_cache=False,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        model = GPT2LMHeadModel(config)
+        model.loss_type = "ForCausalLM"
+        return model
+
+    return build
+
+
+def _llama(vocabulary: int, width: int, layers: int) -> Callable[[int], nn.Module]:
+    def build(size: int) -> nn.Module:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            intermediate_size=8 * width // 3 // 32 * 32,
+            num_hidden_layers=layers,
+            num_attention_heads=width // 64,
+            num_key_value_heads=width // 128,
+            max_position_embeddings=size,
+            use_cache=False,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        model = LlamaForCausalLM(config)
+        model.loss_type = "ForCausalLM"
+        return model
+
+    return build
+
+
+def _vit(size: int) -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        image_size=size,
+        patch_size=16,
+        hidden_size=384,
+        num_hidden_layers=12,
+        num_attention_heads=6,
+        intermediate_size=1536,
+        hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.0,
+        num_labels=10,
+    )
+    return ViTForImageClassification(config)
+
+
+def _unet(size: int) -> nn.Module:
+    from scripts.unet import DenoisingUNet
+
+    return DenoisingUNet(width=64)
+
+
+_RESNET_BLOCKS = ("ResNetBottleNeckLayer",)
+
+SIZED: dict[str, SizedWorkload] = {
+    workload.name: workload
+    for workload in (
+        SizedWorkload(
+            *("resnet50", "ResNet-50 on digits", 32, 128, 32, "pixels"),
+            *(_RESNET_BLOCKS, _resnet((3, 4, 6, 3)), digit_images),
+        ),
+        SizedWorkload(
+            *("resnet101", "ResNet-101 on digits", 16, 128, 32, "pixels"),
+            *(_RESNET_BLOCKS, _resnet((3, 4, 23, 3)), digit_images),
+        ),
+        SizedWorkload(
+            *("gpt", "GPT-2 12 x 384 on bytes", 4, 256, 64, "tokens"),
+            *(("GPT2Block",), _gpt2(256, 384, 12), byte_windows),
+        ),
+        SizedWorkload(
+            *("llama", "Llama 12 x 384 on bytes", 4, 256, 64, "tokens"),
+            *(("LlamaDecoderLayer",), _llama(256, 384, 12), byte_windows),
+        ),
+        SizedWorkload(
+            *("vit", "ViT 12 x 384 on digits", 8, 160, 16, "pixels"),
+            *(("ViTLayer",), _vit, digit_images),
+        ),
+        SizedWorkload(
+            *("unet", "U-Net 64 wide, denoising digits", 4, 64, 16, "pixels"),
+            *(("ResidualBlock", "Attention"), _unet, digit_images),
+        ),
+        SizedWorkload(
+            *("gpt_words", "GPT-2 6 x 384, vocabulary 50,257", 4, 256, 64, "tokens"),
+            *(("GPT2Block",), _gpt2(_VOCABULARY, 384, 6), _pairs_of_bytes),
+        ),
+        SizedWorkload(
+            *("llama_words", "Llama 6 x 384, vocabulary 50,257", 4, 256, 64, "tokens"),
+            *(("LlamaDecoderLayer",), _llama(_VOCABULARY, 384, 6), _pairs_of_bytes),
+        ),
+    )
+}
+"""AdamW, learning rate 1e-4, weight decay 0.01."""
+
+
 def main() -> None:
     import time
 
     torch.set_num_threads(min(2, os.cpu_count() or 1))
-    for workload in WORKLOADS.values():
+    for workload in (*WORKLOADS.values(), *SIZED.values()):
         state = workload.build(0)
         parameters = sum(p.numel() for p in state.model.parameters())
         print(f"{workload.name}: {workload.title}; {parameters / 1e6:.1f} M parameters")

@@ -1,6 +1,7 @@
 #include "planners/profile.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 namespace delta::planners {
@@ -8,40 +9,75 @@ namespace {
 
 size_t at_(int64_t index) { return static_cast<size_t>(index); }
 
+constexpr size_t kRoot = 1;
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
 }  // namespace
 
-Profile::Profile(std::vector<double> excess) : excess_(std::move(excess)) {
-  const auto n = static_cast<int64_t>(excess_.size());
-  blocks_.resize(at_((n + kBlock - 1) / kBlock), Block{0.0, 0.0, 0.0});
-  for (int64_t op = 0; op < n; op += kBlock) {
-    add_to_ops(op, std::min(op + kBlock, n), 0.0);
+Profile::Profile(std::vector<double> excess)
+    : excess_(std::move(excess)), n_ops_(static_cast<int64_t>(excess_.size())), n_covered_(kBlock) {
+  while (n_covered_ < n_ops_) {
+    n_covered_ *= 2;
+  }
+  const int64_t n_blocks = n_covered_ / kBlock;
+  nodes_.resize(at_(2 * n_blocks), Node{kInfinity, -kInfinity, 0.0});
+  for (int64_t op = 0; op < n_ops_; op += kBlock) {
+    look_at_ops(at_(n_blocks + op / kBlock), {op, std::min(op + kBlock, n_ops_)});
+  }
+  for (size_t node = at_(n_blocks) - 1; node >= kRoot; --node) {
+    look_at_children(node);
   }
 }
 
-// Within one block.
-double Profile::gain_of_ops(int64_t begin, int64_t end, double bytes) const {
-  const double shift = blocks_[at_(begin / kBlock)].shift;
+void Profile::look_at_ops(size_t node, Span ops) {
+  const auto [least, most] =
+      std::minmax_element(excess_.begin() + ops.begin, excess_.begin() + ops.end);
+  nodes_[node].least = *least + nodes_[node].shift;
+  nodes_[node].most = *most + nodes_[node].shift;
+}
+
+void Profile::look_at_children(size_t node) {
+  const Node& left = nodes_[2 * node];
+  const Node& right = nodes_[2 * node + 1];
+  nodes_[node].least = std::min(left.least, right.least) + nodes_[node].shift;
+  nodes_[node].most = std::max(left.most, right.most) + nodes_[node].shift;
+}
+
+double Profile::gain_of_ops(Span ops, double bytes, double shift) const {
   double gained = 0.0;
-  for (int64_t op = begin; op < end; ++op) {
+  for (int64_t op = ops.begin; op < ops.end; ++op) {
     const double now = excess_[at_(op)] + shift;
     gained += std::max(now, 0.0) - std::max(now + bytes, 0.0);
   }
   return gained;
 }
 
-double Profile::gain_between(int64_t begin, int64_t end, double bytes) const {
-  double gained = 0.0;
-  while (begin < end) {
-    const int64_t until = std::min((begin / kBlock + 1) * kBlock, end);
-    const auto& block = blocks_[at_(begin / kBlock)];
-    if (std::min(block.least, block.least + bytes) >= 0.0) {
-      gained -= bytes * static_cast<double>(until - begin);
-    } else if (std::max(block.most, block.most + bytes) > 0.0) {
-      gained += gain_of_ops(begin, until, bytes);
-    }
-    begin = until;
+double Profile::gain_below(size_t node, Span of_node, Span asked, double bytes,
+                           double above) const {
+  const Span both{std::max(of_node.begin, asked.begin), std::min(of_node.end, asked.end)};
+  if (both.begin >= both.end) {
+    return 0.0;
   }
-  return gained;
+  const Node& here = nodes_[node];
+  const double least = here.least + above;
+  if (std::min(least, least + bytes) >= 0.0) {
+    return -bytes * static_cast<double>(both.end - both.begin);
+  }
+  const double most = here.most + above;
+  if (std::max(most, most + bytes) <= 0.0) {
+    return 0.0;
+  }
+  above += here.shift;
+  if (of_node.end - of_node.begin == kBlock) {
+    return gain_of_ops(both, bytes, above);
+  }
+  const int64_t middle = (of_node.begin + of_node.end) / 2;
+  return gain_below(2 * node, {of_node.begin, middle}, asked, bytes, above) +
+         gain_below(2 * node + 1, {middle, of_node.end}, asked, bytes, above);
+}
+
+double Profile::gain_between(int64_t begin, int64_t end, double bytes) const {
+  return gain_below(kRoot, {0, n_covered_}, {begin, end}, bytes, 0.0);
 }
 
 double Profile::gain(const std::vector<Change>& changes) {
@@ -65,42 +101,42 @@ double Profile::gain(const std::vector<Change>& changes) {
   return gained;
 }
 
-// Within one block.
-void Profile::add_to_ops(int64_t begin, int64_t end, double bytes) {
-  auto& block = blocks_[at_(begin / kBlock)];
-  const int64_t first = begin / kBlock * kBlock;
-  const int64_t last = std::min(first + kBlock, static_cast<int64_t>(excess_.size()));
-  if (begin == first && end == last && bytes != 0.0) {
-    block.shift += bytes;
-    block.least += bytes;
-    block.most += bytes;
+void Profile::add_below(size_t node, Span of_node, const Change& change) {
+  if (change.begin >= of_node.end || change.end <= of_node.begin) {
     return;
   }
-  for (int64_t op = begin; op < end; ++op) {
-    excess_[at_(op)] += bytes;
+  if (change.begin <= of_node.begin && of_node.end <= change.end) {
+    nodes_[node].shift += change.bytes;
+    nodes_[node].least += change.bytes;
+    nodes_[node].most += change.bytes;
+    return;
   }
-  const auto [least, most] = std::minmax_element(excess_.begin() + first, excess_.begin() + last);
-  block.least = *least + block.shift;
-  block.most = *most + block.shift;
+  if (of_node.end - of_node.begin == kBlock) {
+    const int64_t begin = std::max(of_node.begin, change.begin);
+    const int64_t end = std::min(of_node.end, change.end);
+    for (int64_t op = begin; op < end; ++op) {
+      excess_[at_(op)] += change.bytes;
+    }
+    look_at_ops(node, {of_node.begin, std::min(of_node.end, n_ops_)});
+    return;
+  }
+  const int64_t middle = (of_node.begin + of_node.end) / 2;
+  add_below(2 * node, {of_node.begin, middle}, change);
+  add_below(2 * node + 1, {middle, of_node.end}, change);
+  look_at_children(node);
 }
 
-void Profile::apply(const Change& change) {
-  for (int64_t begin = change.begin; begin < change.end;) {
-    const int64_t until = std::min((begin / kBlock + 1) * kBlock, change.end);
-    add_to_ops(begin, until, change.bytes);
-    begin = until;
-  }
-}
+void Profile::apply(const Change& change) { add_below(kRoot, {0, n_covered_}, change); }
 
-bool Profile::any_above() const {
-  return std::any_of(blocks_.begin(), blocks_.end(),
-                     [](const Block& block) { return block.most > 0.0; });
-}
+bool Profile::any_above() const { return nodes_[kRoot].most > 0.0; }
 
 std::vector<double> Profile::excess() const {
   auto found = excess_;
+  const size_t n_blocks = at_(n_covered_ / kBlock);
   for (size_t op = 0; op < found.size(); ++op) {
-    found[op] += blocks_[op / at_(kBlock)].shift;
+    for (size_t node = n_blocks + op / at_(kBlock); node >= kRoot; node /= 2) {
+      found[op] += nodes_[node].shift;
+    }
   }
   return found;
 }

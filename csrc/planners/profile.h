@@ -1,10 +1,11 @@
-// Bytes too much at each op, in blocks: what a change would gain is mostly known from a block's
-// least and most.
+// Bytes too much at each op, in blocks, and a tree above the blocks: what a change would gain is
+// mostly known from the least and the most of a few nodes.
 //
 // All numbers are whole, and sums of them stay below 2^53: results do not depend on the order of
 // additions.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -29,18 +30,29 @@ class Profile {
 
  private:
   static constexpr int64_t kBlock = 64;
-  struct Block {
+  // Of the tree, or a block at its bottom. The children of node i are 2 i and 2 i + 1.
+  struct Node {
     double least;
     double most;
-    double shift;  // to be added to all of its ops
+    double shift;  // to be added to all of its ops; is in `least` and `most`
+  };
+  struct Span {
+    int64_t begin;
+    int64_t end;
   };
 
   double gain_between(int64_t begin, int64_t end, double bytes) const;
-  double gain_of_ops(int64_t begin, int64_t end, double bytes) const;
-  void add_to_ops(int64_t begin, int64_t end, double bytes);
+  // Of what lies in a node; `above` is the shift of all nodes above it.
+  double gain_below(size_t node, Span of_node, Span asked, double bytes, double above) const;
+  double gain_of_ops(Span ops, double bytes, double shift) const;
+  void add_below(size_t node, Span of_node, const Change& change);
+  void look_at_ops(size_t node, Span ops);
+  void look_at_children(size_t node);
 
   std::vector<double> excess_;
-  std::vector<Block> blocks_;
+  int64_t n_ops_;
+  int64_t n_covered_;  // by the tree: blocks times a power of two
+  std::vector<Node> nodes_;
   struct Edge {
     int64_t at;
     double bytes;

@@ -1,0 +1,364 @@
+"""What stress_max_batch.py and stress_max_input.py share: training at the memory that an ordinary step takes.
+
+The capacity of a model is the allocator's peak in ordinary steps at its ordinary batch and input. A `Trial` trains a
+larger one within it: the pool refuses every byte above. Not run by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+import delta_runtime as delta
+from benchmarks.common import SEED, console, machine, train_step
+from benchmarks.contenders import OFFLOADING, PEERS, HostLink, contender
+from delta_runtime import cpu_pool
+from delta_runtime.act.links import link_bytes_per_s
+from delta_runtime.core.events import Place
+from delta_runtime.online.policies import POLICIES
+from delta_runtime.plan_cache import STEPS_TO_SETTLE
+from scripts.workloads import SIZED, SizedWorkload, TrainState
+
+ORDINARY, ACCUMULATION = "ordinary", "accumulation"
+SHOWN = (ORDINARY, ACCUMULATION, "checkpoint", "recompute")
+FIT_STEPS = 2
+_MOST_FACTOR = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What came of one way to train at one batch and input.
+
+    Args:
+        capacity_bytes: the ordinary peak at the ordinary sizes.
+        failure: why it does not fit, or "".
+        samples_per_s: 0 where it was not timed.
+        ordinary_samples_per_s: at the ordinary sizes, around this trial; 0 where it was not timed.
+    """
+
+    model: str
+    contender: str
+    batch_size: int
+    size: int
+    capacity_bytes: int
+    peak_bytes: int
+    failure: str
+    samples_per_s: float = 0.0
+    ordinary_samples_per_s: float = 0.0
+
+
+def accumulated(state: TrainState, parts: int) -> Callable[[int], None]:
+    """Return a step that runs a batch in parts and adds their gradients up."""
+
+    def step(index: int) -> None:
+        batch = state.batch(index)
+        state.optimizer.zero_grad(set_to_none=True)
+        count = len(next(iter(batch.values())))
+        for part in range(parts):
+            here = slice(count * part // parts, count * (part + 1) // parts)
+            (state.loss({k: v[here] for k, v in batch.items()}) / parts).backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+class AtCapacity:
+    """One model at the memory of its ordinary step.
+
+    Args:
+        link: between device and host: bytes per second, or a card's name; None for recomputing alone.
+        steps: that are timed.
+    """
+
+    def __init__(self, workload: SizedWorkload, link: str | None, steps: int) -> None:
+        self.workload = workload
+        self.link = link
+        self.steps = steps
+        workload.build(SEED).batch(0)  # data are read once and stay
+        gc.collect()
+        self._state = workload.build(SEED)
+        cpu_pool.reset_peak()
+        self.ordinary_s = self._ordinary_s()
+        self.capacity_bytes = cpu_pool.peak_bytes()
+
+    def _ordinary_s(self) -> float:
+        return min(self._timed(self._step_of(self._state), index) for index in range(3))
+
+    @staticmethod
+    def _timed(step: Callable[[int], None], index: int) -> float:
+        begin = time.perf_counter()
+        step(index)
+        return time.perf_counter() - begin
+
+    @staticmethod
+    def _step_of(state: TrainState, runtime: delta.Runtime | None = None) -> Callable[[int], None]:
+        return lambda index: train_step(state, state.batch(index), runtime)
+
+    def trial(self, name: str, batch_size: int, size: int, *, timed: bool) -> Trial:
+        """Train for a few steps inside the capacity; with `timed`, also the ordinary way, before and after."""
+        ordinary_s = self._ordinary_s() if timed else 0.0
+        if name == ACCUMULATION and self.part_size == 0:
+            sizes = (batch_size, size, self.capacity_bytes, 0)
+            return Trial(self.workload.name, name, *sizes, failure="no part of a batch fits")
+        # What the ordinary run holds is no part of the trial.
+        before_bytes = cpu_pool.allocated_bytes()
+        state = self.workload.build(SEED, batch_size, size)
+        limit_bytes = before_bytes + self.capacity_bytes
+        failure, seconds, peak_bytes = "", 0.0, 0
+        with contextlib.ExitStack() as stack:
+            runtime = self._runtime(name, limit_bytes)
+            if runtime is not None:
+                stack.callback(runtime.close)
+            try:
+                step = self._stepper(name, state, runtime, stack)
+                stack.enter_context(cpu_pool.capacity(limit_bytes))
+                cpu_pool.reset_peak()
+                for index in range(FIT_STEPS):
+                    step(index)
+                if timed:
+                    self._settle(step, runtime)
+                    times = [self._timed(step, index) for index in range(self.steps + 1)]
+                    seconds = min(times[1:])
+                peak_bytes = cpu_pool.peak_bytes() - before_bytes
+            except (torch.OutOfMemoryError, delta.DeltaError) as error:
+                failure = type(error).__name__
+        del state
+        gc.collect()
+        if timed:
+            ordinary_s = min(ordinary_s, self._ordinary_s())
+        return Trial(
+            self.workload.name,
+            name,
+            batch_size,
+            size,
+            self.capacity_bytes,
+            peak_bytes,
+            failure,
+            batch_size / seconds if seconds else 0.0,
+            self.workload.batch_size / ordinary_s if ordinary_s else 0.0,
+        )
+
+    def _runtime(self, name: str, limit_bytes: int) -> delta.Runtime | None:
+        if name not in POLICIES:
+            return None
+        link = self.link if Place.HOST in POLICIES[name].evicts_to else None
+        return delta.Runtime(limit_bytes, device="cpu", policy=name, link_bytes_per_s=link)
+
+    @functools.cached_property
+    def part_size(self) -> int:
+        """The largest part of a batch that trains with another one's gradients beside it; 0 if none does."""
+        whole = self.workload.batch_size
+        for part_size in sorted({whole * quarters // 4 for quarters in (1, 2, 3, 4)}, reverse=True):
+            before_bytes = cpu_pool.allocated_bytes()
+            state = self.workload.build(SEED, 2 * part_size)
+            with cpu_pool.capacity(before_bytes + self.capacity_bytes):
+                try:
+                    accumulated(state, 2)(0)
+                    return part_size
+                except torch.OutOfMemoryError:
+                    pass
+            del state
+            gc.collect()
+        return 0
+
+    def _stepper(
+        self,
+        name: str,
+        state: TrainState,
+        runtime: delta.Runtime | None,
+        stack: contextlib.ExitStack,
+    ) -> Callable[[int], None]:
+        if name == ACCUMULATION:
+            batch_size = len(next(iter(state.batch(0).values())))
+            return accumulated(state, -(-batch_size // self.part_size))
+        if name in PEERS:
+            link = HostLink(link_bytes_per_s(self.link))
+            stack.enter_context(contender(name, state.model, self.workload.blocks, link))
+        return self._step_of(state, runtime)
+
+    @staticmethod
+    def _settle(step: Callable[[int], None], runtime: delta.Runtime | None) -> None:
+        for index in range(STEPS_TO_SETTLE if runtime else 0):
+            assert runtime is not None
+            step(index)
+            runtime.wait_for_plan()
+            if runtime.settled:
+                break
+
+
+def largest(fits: Callable[[int], bool], low: int, step: int, most: int) -> int:
+    """Return the largest multiple of `step` above `low` that fits, by doubling and halving; `low` fits.
+
+    Where sizes do not fit in order, it is one that fits below one that does not.
+    """
+    high = low
+    while high < most and fits(min(2 * high, most)):
+        high = min(2 * high, most)
+    below, above = high, min(2 * high, most + step)
+    while above - below > step:
+        middle = (below + above) // 2 // step * step
+        if middle <= below:
+            break
+        below, above = (middle, above) if fits(middle) else (below, middle)
+    return below
+
+
+class Record:
+    """The trials so far, in a file of JSON lines that a later run goes on from."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.trials: list[Trial] = []
+        if path is not None and path.exists():
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            self.trials = [Trial(**each) for each in lines if "model" in each]
+        elif path is not None:
+            path.write_text(json.dumps({"machine": machine()}) + "\n")
+
+    def find(
+        self, model: str, contender: str, batch_size: int, size: int, *, timed: bool
+    ) -> Trial | None:
+        """Return the trial of these sizes, if there is one; a timed one, if that is asked for."""
+        asked = (model, contender, batch_size, size)
+        for each in reversed(self.trials):
+            here = (each.model, each.contender, each.batch_size, each.size)
+            if here == asked and (each.failure or each.samples_per_s or not timed):
+                return each
+        return None
+
+    def add(self, trial: Trial) -> Trial:
+        """Keep a trial."""
+        self.trials.append(trial)
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps(asdict(trial)) + "\n")
+        return trial
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What grows: `sizes(workload, n)` are batch and input at `n`, of which `start` is the ordinary one.
+
+    Args:
+        growth: of sizes over the ordinary ones, as it is told: batch, tokens, or pixels of the area.
+        factors: growths that are timed beside the largest that fits.
+    """
+
+    name: str
+    start: Callable[[SizedWorkload], int]
+    step: Callable[[SizedWorkload], int]
+    sizes: Callable[[SizedWorkload, int], tuple[int, int]]
+    growth: Callable[[SizedWorkload, int], float]
+    factors: Sequence[int]
+
+
+def answer(question: Question, at: AtCapacity, name: str, record: Record) -> list[Trial]:
+    """Find the largest that fits, and time it and the asked growths below it; return those that fitted."""
+    workload = at.workload
+
+    def run(n: int, timed: bool) -> Trial:
+        sizes = question.sizes(workload, n)
+        known = record.find(workload.name, name, *sizes, timed=timed)
+        return known or record.add(at.trial(name, *sizes, timed=timed))
+
+    start, step = question.start(workload), question.step(workload)
+    if name == ACCUMULATION:  # any batch fits
+        most = max(question.factors) * start
+    else:
+        most = largest(lambda n: not run(n, False).failure, start, step, _MOST_FACTOR * start)
+    wanted = {n for n in (factor * start for factor in question.factors) if n < most}
+    found = [run(n, True) for n in sorted(wanted | {most})]
+    return [each for each in found if not each.failure]
+
+
+def arguments_of(doc: str, argv: Sequence[str] | None, models: Sequence[str]) -> argparse.Namespace:
+    """Read the options that both scripts have."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    known = (ORDINARY, ACCUMULATION, *PEERS, *POLICIES)
+    parser.add_argument("--models", default=",".join(models))
+    parser.add_argument("--contenders", default=",".join(SHOWN), help=f"of {', '.join(known)}")
+    parser.add_argument("--link", help="bytes per second of each lane, or a card's name")
+    parser.add_argument("--steps", type=int, default=2, help="timed ones")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="JSON lines; a run that was cut goes on from them")
+    arguments = parser.parse_args(argv)
+    for option, allowed in (("models", tuple(SIZED)), ("contenders", known)):
+        given = [word.strip() for word in getattr(arguments, option).split(",") if word.strip()]
+        if unknown := [word for word in given if word not in allowed]:
+            parser.error(f"--{option}: {unknown[0]!r} is none of {', '.join(allowed)}")
+        setattr(arguments, option, given)
+    needs = [name for name in arguments.contenders if name in OFFLOADING]
+    if needs and not arguments.link:
+        parser.error(f"--contenders: {needs[0]} needs a --link")
+    return arguments
+
+
+def run_all(
+    question: Question, arguments: argparse.Namespace, record: Record
+) -> list[tuple[str, str, float, list[Trial]]]:
+    """Answer for each model and contender; return them with the growth of the largest that fits."""
+    torch.set_num_threads(arguments.threads)
+    cpu_pool.install()
+    warnings.filterwarnings("ignore", message="delta_runtime")
+    answers = []
+    with Progress(
+        *(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()),
+        *(TextColumn("left:"), TimeRemainingColumn()),
+        console=Console(file=sys.stderr),
+    ) as progress:
+        task = progress.add_task("", total=len(arguments.models) * len(arguments.contenders))
+        for model in arguments.models:
+            at = AtCapacity(SIZED[model], arguments.link, arguments.steps)
+            for name in arguments.contenders:
+                progress.update(task, description=f"{model}, {name}")
+                found = answer(question, at, name, record)
+                if found:
+                    answers.append((model, name, grown(question, found[-1]), found))
+                progress.advance(task)
+            del at
+            gc.collect()
+    return answers
+
+
+def grown(question: Question, trial: Trial) -> float:
+    """Return how much larger a trial is than the ordinary one."""
+    workload = SIZED[trial.model]
+    of_input = question.name != "batch"
+    return question.growth(workload, trial.size if of_input else trial.batch_size)
+
+
+def show(question: Question, answers: Sequence[tuple[str, str, float, list[Trial]]]) -> None:
+    """Print the table."""
+    table = Table(
+        *("model", "trained by", f"largest {question.name}", "times the ordinary"),
+        *(f"samples/s over ordinary, by {question.name}", "peak / capacity"),
+        title="at the memory of the ordinary step",
+        title_justify="left",
+    )
+    for model, name, growth, trials in answers:
+        last = trials[-1]
+        shown = last.batch_size if question.name == "batch" else last.size
+        speeds = [
+            f"{grown(question, each):.3g}x {each.samples_per_s / each.ordinary_samples_per_s:.0%}"
+            for each in trials
+        ]
+        table.add_row(
+            *(model, name, str(shown), f"{growth:.2f}", ", ".join(speeds)),
+            f"{max(each.peak_bytes / each.capacity_bytes for each in trials):.3f}",
+        )
+    Console(highlight=False, width=max(console.width, 130)).print(table)
