@@ -284,6 +284,8 @@ def eager_rows(workload: SizedWorkload, arguments: argparse.Namespace) -> list[R
     link = HostLink(link_bytes_per_s(arguments.link))
     peers = {}
     for name in arguments.peers:
+        if name == "checkpoint_sequential" and not workload.in_a_row:
+            continue
 
         def around(name: str = name) -> contextlib.AbstractContextManager[int]:
             return contender(name, state.model, workload.blocks, link)

@@ -263,6 +263,7 @@ class SizedWorkload:
         blocks: the classes of modules that others put a checkpoint around.
         build_model: size -> the model; its forward returns an object with a `loss`.
         make_batch: (seed, index, batch size, size) -> Batch.
+        in_a_row: whether each block takes what the one before it made, and nothing else reads that.
     """
 
     name: str
@@ -274,6 +275,7 @@ class SizedWorkload:
     blocks: tuple[str, ...]
     build_model: Callable[[int], nn.Module]
     make_batch: Callable[[int, int, int, int], Batch]
+    in_a_row: bool = True
 
     def build(
         self, seed: int, batch_size: int | None = None, size: int | None = None
@@ -405,7 +407,7 @@ SIZED: dict[str, SizedWorkload] = {
         ),
         SizedWorkload(
             *("unet", "U-Net 64 wide, denoising digits", 4, 64, 16, "pixels"),
-            *(("ResidualBlock", "Attention"), _unet, digit_images),
+            *(("ResidualBlock", "Attention"), _unet, digit_images, False),
         ),
         SizedWorkload(
             *("gpt_words", "GPT-2 6 x 384, vocabulary 50,257", 4, 256, 64, "tokens"),
