@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import random
@@ -235,7 +236,8 @@ def compare(
             state, peer.peak_bytes, arguments.link if name in OFFLOADING else None
         )
         if runtime is not None:
-            ours[name] = Kind(contextlib.nullcontext, state, runtime)
+            within = functools.partial(cpu_pool.capacity, peer.peak_bytes)
+            ours[name] = Kind(within, state, runtime)
             equal[name] = gradients(state, runtime) == gradients(state, None)
     in_turns(
         [ordinary, *owns.values(), *peers.values(), *ours.values()],

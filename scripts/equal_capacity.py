@@ -1,7 +1,7 @@
 """What stress_max_batch.py and stress_max_input.py share: training at the memory that an ordinary step takes.
 
-The capacity of a model is the allocator's peak in ordinary steps at its ordinary batch and input. A `Trial` trains a
-larger one within it: the pool refuses every byte above. Not run by itself.
+The capacity of a model is the allocator's peak in ordinary steps at its ordinary batch and input, and 64 KiB. A
+`Trial` trains a larger one within it: the pool refuses every byte above. Not run by itself.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ ORDINARY, ACCUMULATION = "ordinary", "accumulation"
 SHOWN = (ORDINARY, ACCUMULATION, "checkpoint", "recompute")
 FIT_STEPS = 2
 _MOST_FACTOR = 64
+_SLACK_BYTES = 1 << 16
+"""By so much two runs of the same step may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class AtCapacity:
         self._state = workload.build(SEED)
         cpu_pool.reset_peak()
         self.ordinary_s = self._ordinary_s()
-        self.capacity_bytes = cpu_pool.peak_bytes()
+        self.capacity_bytes = cpu_pool.peak_bytes() + _SLACK_BYTES
 
     def _ordinary_s(self) -> float:
         return min(self._timed(self._step_of(self._state), index) for index in range(3))
@@ -113,8 +115,8 @@ class AtCapacity:
         """Train for a few steps inside the capacity; with `timed`, also the ordinary way, before and after."""
         ordinary_s = self._ordinary_s() if timed else 0.0
         if name == ACCUMULATION and self.part_size == 0:
-            sizes = (batch_size, size, self.capacity_bytes, 0)
-            return Trial(self.workload.name, name, *sizes, failure="no part of a batch fits")
+            told = ("no part of a batch fits", 0.0, self.workload.batch_size / ordinary_s)
+            return Trial(self.workload.name, name, batch_size, size, self.capacity_bytes, 0, *told)
         # What the ordinary run holds is no part of the trial.
         before_bytes = cpu_pool.allocated_bytes()
         state = self.workload.build(SEED, batch_size, size)
@@ -156,7 +158,7 @@ class AtCapacity:
     def _runtime(self, name: str, limit_bytes: int) -> delta.Runtime | None:
         if name not in POLICIES:
             return None
-        link = self.link if Place.HOST in POLICIES[name].evicts_to else None
+        link = self.link if Place.SWAPPED in POLICIES[name].evicts_to else None
         return delta.Runtime(limit_bytes, device="cpu", policy=name, link_bytes_per_s=link)
 
     @functools.cached_property
@@ -233,11 +235,11 @@ class Record:
     def find(
         self, model: str, contender: str, batch_size: int, size: int, *, timed: bool
     ) -> Trial | None:
-        """Return the trial of these sizes, if there is one; a timed one, if that is asked for."""
+        """Return the trial of these sizes, if there is one: one that was to be timed, or one that was not."""
         asked = (model, contender, batch_size, size)
         for each in reversed(self.trials):
             here = (each.model, each.contender, each.batch_size, each.size)
-            if here == asked and (each.failure or each.samples_per_s or not timed):
+            if here == asked and (each.ordinary_samples_per_s > 0) == timed:
                 return each
         return None
 
@@ -281,6 +283,8 @@ def answer(question: Question, at: AtCapacity, name: str, record: Record) -> lis
         most = max(question.factors) * start
     else:
         most = largest(lambda n: not run(n, False).failure, start, step, _MOST_FACTOR * start)
+        while most > start and run(most, True).failure:  # two steps fitted, a later one did not
+            most -= step
     wanted = {n for n in (factor * start for factor in question.factors) if n < most}
     found = [run(n, True) for n in sorted(wanted | {most})]
     return [each for each in found if not each.failure]

@@ -1,0 +1,94 @@
+"""What stress_max_batch.py and stress_max_input.py find, on a model of milliseconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from delta_runtime import cpu_pool
+from scripts import equal_capacity, stress_max_batch, stress_max_input
+from scripts.equal_capacity import ACCUMULATION, AtCapacity, Record, answer, largest
+from tests.benchmarks.test_contenders import TINY
+from tests.support.fixtures import one_thread  # noqa: F401
+
+pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore")]
+
+
+@given(st.integers(1, 40), st.integers(1, 10), st.integers(0, 3000))
+@settings(max_examples=200, deadline=None)
+def test_the_largest_that_fits(start: int, step: int, beyond: int) -> None:
+    start *= step
+    limit = start + beyond
+    asked = []
+
+    def fits(n: int) -> bool:
+        asked.append(n)
+        return n <= limit
+
+    found = largest(fits, start, step, 64 * start)
+    assert found <= min(limit, 64 * start) and found % step == 0
+    assert found + step > limit or found + step > 64 * start
+    assert len(asked) < 30
+
+
+def test_at_equal_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_pool.install()
+    monkeypatch.setitem(equal_capacity.SIZED, "tiny", TINY)
+    monkeypatch.setattr(equal_capacity, "_MOST_FACTOR", 8)
+    record = Record(tmp_path / "out.jsonl")
+    at = AtCapacity(TINY, None, 1)
+    batch = stress_max_batch.QUESTION
+    ordinary, *_ = answer(batch, at, "ordinary", record)
+    assert ordinary.batch_size < 2 * TINY.batch_size
+    ours = answer(batch, at, "recompute", record)
+    assert ours[-1].batch_size >= 2 * TINY.batch_size
+    assert all(each.samples_per_s > 0 and each.ordinary_samples_per_s > 0 for each in ours)
+    assert all(each.peak_bytes <= each.capacity_bytes for each in ours)
+    tokens = answer(stress_max_input.QUESTION, at, "recompute", record)
+    assert tokens[-1].size >= 2 * TINY.size
+    added = answer(batch, at, ACCUMULATION, record)
+    assert [each.batch_size for each in added] == [32, 64, 128]
+    assert added[0].samples_per_s > 0
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("what is in the file is not run again")
+
+    monkeypatch.setattr(AtCapacity, "trial", never)
+    again = answer(batch, at, "recompute", Record(tmp_path / "out.jsonl"))
+    assert again == ours
+
+
+def test_accumulation_adds_up_to_the_whole_batch() -> None:
+    gradients = []
+    for parts in (1, 4):
+        state = TINY.build(0)
+        state.model.eval()  # no dropout
+        step = equal_capacity.accumulated(state, parts)
+        state.optimizer.step = lambda: None
+        seen: list[torch.Tensor] = []
+        zero = state.optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True, seen=seen, state=state, zero=zero) -> None:
+            seen[:] = [p.grad.clone() for p in state.model.parameters() if p.grad is not None]
+            zero(set_to_none=set_to_none)
+
+        state.optimizer.zero_grad = zero_grad
+        step(0)
+        gradients.append(seen)
+    assert len(gradients[0]) == len([*TINY.build_model(32).parameters()])
+    for whole, parts_ in zip(*gradients, strict=True):
+        torch.testing.assert_close(whole, parts_, rtol=1e-3, atol=1e-5)
+
+
+def test_what_is_asked_for_is_known() -> None:
+    for argv in (
+        ["--models", "resnet49"],
+        ["--contenders", "magic"],
+        ["--contenders", "offloaded"],
+    ):
+        with pytest.raises(SystemExit):
+            stress_max_batch.main(argv)
