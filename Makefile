@@ -28,11 +28,12 @@ unexport DELTA_VERIFY DELTA_MIN_BYTES DELTA_STRICT DELTA_TRACE DELTA_REPORT DELT
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test lint format clean venv
+.PHONY: help demo test bench lint format clean venv
 
 help:
 	@echo "make demo    train two models inside half of the memory they need"
 	@echo "make test    lint, types and tests (not those marked slow)"
+	@echo "make bench   the benchmarks, short: 15 minutes on an idle machine"
 	@echo "make lint    ruff, clang-format and mypy, changing nothing"
 	@echo "make format  ruff and clang-format, in place"
 	@echo "make venv    only the environment for working on the code, in $(VENV)"
@@ -43,6 +44,14 @@ demo: $(VENV)/.stamp-demo
 
 test: lint
 	$(BIN)/python -m pytest -q -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# Results go to build/bench; the full commands stand in docs/benchmarks.md.
+bench: $(VENV)/.stamp-dev
+	rm -f build/bench/peers.json
+	$(BIN)/python -m benchmarks.peers --models vit,llama --rounds 1 --steps 2 --compiled 0 --json build/bench/peers.json
+	$(BIN)/python scripts/stress_max_batch.py --models llama --contenders ordinary,accumulation,recompute
+	$(BIN)/python -m benchmarks.scaling --sizes 100,1000,10000 --json build/bench/scaling.json
+	$(BIN)/python -m benchmarks.overhead
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff format --check .

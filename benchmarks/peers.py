@@ -78,7 +78,7 @@ class Row:
         peak_bytes, seconds, cpu_s: of the peer's step; `cpu_s` is processor time, of the same step.
         ours_peak_bytes, ours_s, ours_cpu_s: of the runtime's; 0 where it trains in no less than `ours_least_bytes`.
         bound_s: no plan that drops takes less on top; None where that is not known, or copies help.
-        planned_s: what the runtime's plan is to take on top.
+        planned_s: what the runtime's plan is to take on top; None without a plan.
         equal: whether the runtime's gradients were an ordinary step's, bit for bit.
     """
 
@@ -95,7 +95,7 @@ class Row:
     ours_cpu_s: float
     bound_s: float | None
     recorded_s: float
-    planned_s: float
+    planned_s: float | None
     equal: bool
     failure: str = ""
 
@@ -217,54 +217,49 @@ def compare(
     workload: SizedWorkload,
     state: TrainState,
     peers: Mapping[str, Kind],
-    owns: Mapping[str, Kind],
     arguments: argparse.Namespace,
 ) -> list[Row]:
-    """Time an ordinary step, the peers and the runtime at each peer's peak.
-
-    Args:
-        owns: the peers' own unlimited steps, where that is not the ordinary one.
-    """
+    """Time an ordinary step, the peers and the runtime at each peer's peak."""
     ordinary = Kind(contextlib.nullcontext, state)
-    for kind in (ordinary, *owns.values(), *peers.values()):
+    for kind in (ordinary, *peers.values()):
         kind.block(1, timed=False)
+    budgets = {name: peer.peak_bytes for name, peer in peers.items()}
     ours: dict[str, Kind] = {}
     failures: dict[str, str] = {}
     equal: dict[str, bool] = {}
-    for name, peer in peers.items():
+    for name in peers:
         runtime, failures[name] = settled(
-            state, peer.peak_bytes, arguments.link if name in OFFLOADING else None
+            state, budgets[name], arguments.link if name in OFFLOADING else None
         )
         if runtime is not None:
-            within = functools.partial(cpu_pool.capacity, peer.peak_bytes)
+            within = functools.partial(cpu_pool.capacity, budgets[name])
             ours[name] = Kind(within, state, runtime)
             equal[name] = gradients(state, runtime) == gradients(state, None)
     in_turns(
-        [ordinary, *owns.values(), *peers.values(), *ours.values()],
+        [ordinary, *peers.values(), *ours.values()],
         arguments.rounds,
         arguments.steps,
         SEED,
     )
     rows = []
     for name, peer in peers.items():
-        own = owns.get(name, ordinary)
         mine = ours.get(name)
-        bound_s, recorded_s, planned_s = None, 0.0, 0.0
+        bound_s, recorded_s, planned_s = None, 0.0, None
         if mine is not None and mine.runtime is not None:
             graph, plan = mine.runtime.graph(), mine.runtime.plan()
             recorded_s = graph.seconds
             mine.runtime.close()
             if name not in OFFLOADING:
-                planned_s = validate(plan, graph).rebuild_s if plan else 0.0
-                bound_s = window_bound(graph, peer.peak_bytes, time_limit_s=arguments.bound_seconds)
+                planned_s = validate(plan, graph).rebuild_s if plan else None
+                bound_s = window_bound(graph, budgets[name], time_limit_s=arguments.bound_seconds)
         rows.append(
             Row(
                 workload.name,
                 name,
                 ordinary.peak_bytes,
                 ordinary.least.seconds,
-                own.least.seconds,
-                peer.peak_bytes,
+                ordinary.least.seconds,
+                budgets[name],
                 peer.least.seconds,
                 peer.least.cpu_s,
                 mine.peak_bytes if mine else 0,
@@ -296,21 +291,23 @@ def eager_rows(workload: SizedWorkload, arguments: argparse.Namespace) -> list[R
             pass
         if n_blocks > 0:
             peers[name] = Kind(around, state, is_slow=name == "save_on_cpu")
-    return compare(workload, state, peers, {}, arguments)
+    return compare(workload, state, peers, arguments)
 
 
 def compiled_rows(workload: SizedWorkload, arguments: argparse.Namespace) -> list[Row]:
     """Compare with torch.compile and its budget; without dropout, whose gradients it gets wrong."""
     import torch._functorch.config as functorch
 
-    state = workload.build(SEED)
-    for module in state.model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    def without_dropout() -> TrainState:
+        state = workload.build(SEED)
+        for module in state.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return state
 
-    def compiled(share: float) -> Kind:
+    def compiled(state: TrainState, share: float) -> Kind:
+        torch._dynamo.reset()  # code is found again by the model's class, whatever budget it was compiled for
         model = torch.compile(state.model, dynamic=False)
-        torch._dynamo.reset()
         with functorch.patch(activation_memory_budget=share):
             kind = Kind(contextlib.nullcontext, TrainState(model, state.optimizer, state.batch))
             kind.block(1, timed=False)
@@ -318,9 +315,13 @@ def compiled_rows(workload: SizedWorkload, arguments: argparse.Namespace) -> lis
         return kind
 
     name = f"{COMPILED}@{arguments.compiled:g}"
-    own = compiled(1.0)
-    limited = compiled(arguments.compiled)
-    return compare(workload, state, {name: limited}, {name: own}, arguments)
+    rows = []
+    for share in (1.0, arguments.compiled):
+        state = without_dropout()
+        rows.append(compare(workload, state, {name: compiled(state, share)}, arguments)[0])
+        del state
+        gc.collect()
+    return [dataclasses.replace(rows[1], own_s=rows[0].seconds)]
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -349,13 +350,15 @@ def of_peer(row: Row) -> str:
 
 def of_bound(row: Row) -> str:
     """Return the plan's extra seconds over the bound, where one is known."""
-    return f"{row.planned_s / row.bound_s:.3f}" if row.bound_s else ""
+    return f"{row.planned_s / row.bound_s:.3f}" if row.bound_s and row.planned_s else ""
 
 
 def near(row: Row) -> bool:
     """Return whether a row of checkpoints is as far below them as it is to be, or near what is possible."""
     few = row.ours_extra <= _OF_CHECKPOINTS * row.extra
-    return few or (bool(row.bound_s) and row.planned_s <= _NEAR_BOUND * (row.bound_s or 0.0))
+    if few or row.bound_s is None or row.planned_s is None:
+        return few
+    return row.planned_s <= _NEAR_BOUND * row.bound_s
 
 
 def docs_tables(rows: Sequence[Row]) -> dict[str, list[str]]:

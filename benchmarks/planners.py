@@ -320,24 +320,23 @@ def twin_seconds(plan: Callable[[], Any]) -> str:
     return f"{seconds:.2f}"
 
 
-def processor_s(thread: threading.Thread | None) -> float:
-    """Return how long a thread has run on a processor; 0 where there is none."""
-    if thread is None or not thread.is_alive() or thread.ident is None:
-        return 0.0
+def processor_s(clock: int | None) -> float:
+    """Return how long the thread of a clock has run on a processor; 0 where there is none."""
     try:
-        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+        return 0.0 if clock is None else time.clock_gettime(clock)
     except OSError:  # it has ended
         return 0.0
 
 
-def waits_s(
-    goes_on: Callable[[], bool], beside: threading.Thread | None
-) -> list[tuple[float, float]]:
-    """Return how long this thread waited behind each of its ops, and for how much of that `beside` was running.
+def waits_s(goes_on: Callable[[], bool], beside: int | None) -> list[tuple[float, float]]:
+    """Return how long this thread waited behind each of its ops, and for how much of that another one was running.
 
     It does what training does: a little Python, then an op that runs without Python's lock; here a nap. It waits for
-    the lock, but also for a processor, which others have too. `beside` holds the lock against it for no longer than it
-    runs itself meanwhile.
+    the lock, but also for a processor, which others have too. What the other thread holds the lock for by its own work
+    is no longer than it runs meanwhile; where it loses its processor with the lock in hand, that is not counted.
+
+    Args:
+        beside: the clock of that thread's processor time.
     """
     waits = []
     going = True
@@ -363,7 +362,7 @@ def measure_beside(console: Console) -> None:
     )
 
     def row(
-        name: str, values: str, goes_on: Callable[[], bool], beside: threading.Thread | None = None
+        name: str, values: str, goes_on: Callable[[], bool], beside: int | None = None
     ) -> float:
         begin_s = time.perf_counter()
         timed = waits_s(goes_on, beside)
@@ -388,7 +387,9 @@ def measure_beside(console: Console) -> None:
             plans = PlansBeside()
             plan = partial(joint_heuristic.plan, effort=4.0, links=quarter)
             plans.begin(partial(plan, graph, budget_bytes))
-            beside = next(t for t in threading.enumerate() if t.name == PLANNING_THREAD)
+            thread = next(t for t in threading.enumerate() if t.name == PLANNING_THREAD)
+            assert thread.ident is not None
+            beside = time.pthread_getcpuclockid(thread.ident)
             values = str(len(graph.saved))
             seconds = row(shape, values, lambda plans=plans: plans.take() is None, beside)
             ends_s = time.perf_counter() + seconds

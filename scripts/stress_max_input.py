@@ -5,7 +5,7 @@ sequences, or the side of images, whose growth is told in pixels. Checkmate clai
 an idle machine; needs no GPU.
 
     python scripts/stress_max_input.py [--models gpt,llama,vit,resnet101] [--contenders ordinary,checkpoint,recompute]
-        [--link pcie5] [--steps 2] [--threads 1] [--out FILE]
+        [--link pcie5] [--steps 2] [--threads 1] [--out FILE] [--docs PAGE]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 for _name in [name for name in os.environ if name.startswith("DELTA_")]:
     del os.environ[_name]  # read when torch is imported: a budget from outside would disturb
 
-from scripts.equal_capacity import ACCUMULATION, Question, Record, arguments_of, run_all, show
+from scripts.equal_capacity import ACCUMULATION, Question, arguments_of, run_and_tell
 
 MODELS = ("gpt", "llama", "vit", "resnet101")
 QUESTION = Question(
@@ -35,8 +35,7 @@ QUESTION = Question(
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = arguments_of(__doc__, argv, MODELS)
     arguments.contenders = [name for name in arguments.contenders if name != ACCUMULATION]
-    show(QUESTION, run_all(QUESTION, arguments, Record(arguments.out)))
-    return 0
+    return run_and_tell(QUESTION, arguments)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,15 @@ namespace delta {
 class SpillBlock : public Block {
  public:
   SpillBlock(std::shared_ptr<SpillFile> owner, int64_t offset, int64_t bytes)
-      : Block(bytes), owner_(std::move(owner)), offset_(offset) {}
+      : Block(bytes), owner_(std::move(owner)), offset_(offset) {
+    written_.reserve(static_cast<size_t>((bytes + Bounce::kBytes - 1) / Bounce::kBytes));
+  }
   ~SpillBlock() override { owner_->give_back(offset_, bytes()); }
 
   int write(const void* from, Bounce& bounce) override {
+    if (!owner_->is_own_process()) {
+      return ECHILD;  // a forked child leaves alone what the parent's lane was at
+    }
     written_.clear();
     return each_chunk([&](int64_t at, int64_t chunk) {
       const char* data = static_cast<const char*>(from) + at;
@@ -27,6 +32,9 @@ class SpillBlock : public Block {
     });
   }
   int read(void* to, Bounce& bounce) override {
+    if (!owner_->is_own_process()) {
+      return ECHILD;
+    }
     size_t chunks = 0;
     return each_chunk([&](int64_t at, int64_t chunk) {
       char* data = static_cast<char*>(to) + at;
@@ -54,7 +62,8 @@ class SpillBlock : public Block {
 
   std::shared_ptr<SpillFile> owner_;
   int64_t offset_;
-  std::vector<Hash128> written_;  // of each chunk; by the one lane that moves the block
+  // Of each chunk. Written by the lane out; the lane in reads it once the copy out has ended.
+  std::vector<Hash128> written_;
 };
 
 namespace {
@@ -154,9 +163,6 @@ void SpillFile::fail() {
 }
 
 int SpillFile::write(int64_t offset, const char* from, int64_t bytes, Bounce& bounce) {
-  if (getpid() != process_) {
-    return ECHILD;
-  }
   if (!direct_) {
     return move_all(bytes, direct_, ENOSPC, [&](int64_t done, int64_t rest) {
       return pwrite(fd_, from + done, static_cast<size_t>(rest), offset + done);
@@ -173,9 +179,6 @@ int SpillFile::write(int64_t offset, const char* from, int64_t bytes, Bounce& bo
 }
 
 int SpillFile::read(int64_t offset, char* to, int64_t bytes, Bounce& bounce) {
-  if (getpid() != process_) {
-    return ECHILD;
-  }
   if (!direct_) {
     return move_all(bytes, direct_, ENODATA, [&](int64_t done, int64_t rest) {
       return pread(fd_, to + done, static_cast<size_t>(rest), offset + done);

