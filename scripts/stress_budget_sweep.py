@@ -192,7 +192,9 @@ def sweep(
     for policy in arguments.policies:
         failed = 0
         percents = range(arguments.highest, 0, -arguments.step)
-        for percent in track(percents, f"{workload.name}, {policy}", Console(file=sys.stderr)):
+        for percent in track(
+            percents, f"{workload.name}, {policy}", console=Console(file=sys.stderr)
+        ):
             point = record.find(workload.name, policy, percent) or record.add(
                 at_budget(workload, ordinary, policy, percent, arguments)
             )
