@@ -49,7 +49,7 @@ test: lint
 bench: $(VENV)/.stamp-dev
 	rm -f build/bench/peers.json
 	$(BIN)/python -m benchmarks.peers --models vit,llama --rounds 1 --steps 2 --compiled 0 --json build/bench/peers.json
-	$(BIN)/python scripts/stress_max_batch.py --models llama --contenders ordinary,accumulation,recompute
+	$(BIN)/python scripts/stress_max_batch.py --models unet --contenders ordinary,accumulation,recompute
 	$(BIN)/python -m benchmarks.scaling --sizes 100,1000,10000 --json build/bench/scaling.json
 	$(BIN)/python -m benchmarks.overhead
 

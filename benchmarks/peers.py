@@ -60,10 +60,11 @@ from delta_runtime.planners.window_bound import window_bound
 from scripts.workloads import SIZED, SizedWorkload, TrainState
 
 COMPILED = "compiled"
-ORDINARY = "ordinary"
 _NEAR_BOUND = 1.05
 _OF_CHECKPOINTS = 0.6
 _SETTLED_AFTER = 2
+_OPTIONS = ("peers", "rounds", "steps", "link", "bound_seconds")
+"""What figures depend on beside the model."""
 _SLOW = 3.0
 """Who takes so many times as long as the fastest is not timed again."""
 
@@ -76,7 +77,8 @@ class Row:
         ordinary_bytes, ordinary_s: of a step without any of them, eager.
         own_s: of the peer's step without a limit; the ordinary one's but for compiled peers.
         peak_bytes, seconds, cpu_s: of the peer's step; `cpu_s` is processor time, of the same step.
-        ours_peak_bytes, ours_s, ours_cpu_s: of the runtime's; 0 where it trains in no less than `ours_least_bytes`.
+        ours_peak_bytes, ours_s, ours_cpu_s: of the runtime's; 0 where it did not train.
+        failure: why the runtime did not train, or "".
         bound_s: no plan that drops takes less on top; None where that is not known, or copies help.
         planned_s: what the runtime's plan is to take on top; None without a plan.
         equal: whether the runtime's gradients were an ordinary step's, bit for bit.
@@ -137,6 +139,7 @@ class Kind:
         around: what is entered for a block of steps.
         state: what trains in it.
         is_slow: one timed step of it will do.
+        failure: why it is not timed any more, or "".
     """
 
     around: Callable[[], contextlib.AbstractContextManager[object]]
@@ -145,6 +148,7 @@ class Kind:
     least: Least = dataclasses.field(default_factory=Least)
     peak_bytes: int = 0
     is_slow: bool = False
+    failure: str = ""
 
     def block(self, steps: int, timed: bool = True) -> None:
         """Run a step that is not timed, and `steps` that may be."""
@@ -207,10 +211,14 @@ def in_turns(kinds: Sequence[Kind], rounds: int, steps: int, seed: int) -> None:
     for index in range(rounds):
         fastest_s = min(kind.least.seconds for kind in kinds)
         for kind in order.sample(kinds, len(kinds)):
-            if index > 0 and kind.least.seconds > _SLOW * fastest_s:
+            if kind.failure or (index > 0 and kind.least.seconds > _SLOW * fastest_s):
                 continue
             gc.collect()
-            kind.block(steps if index > 0 or not kind.is_slow else 1)
+            try:
+                kind.block(steps if index > 0 or not kind.is_slow else 1)
+            except (torch.OutOfMemoryError, delta.DeltaError) as error:
+                kind.failure = str(error).splitlines()[0]
+                kind.state.optimizer.zero_grad(set_to_none=True)
 
 
 def compare(
@@ -244,6 +252,8 @@ def compare(
     rows = []
     for name, peer in peers.items():
         mine = ours.get(name)
+        if mine is not None and mine.failure:
+            failures[name] = mine.failure
         bound_s, recorded_s, planned_s = None, 0.0, None
         if mine is not None and mine.runtime is not None:
             graph, plan = mine.runtime.graph(), mine.runtime.plan()
@@ -263,8 +273,8 @@ def compare(
                 peer.least.seconds,
                 peer.least.cpu_s,
                 mine.peak_bytes if mine else 0,
-                mine.least.seconds if mine else 0.0,
-                mine.least.cpu_s if mine else 0.0,
+                mine.least.seconds if mine and not mine.failure else 0.0,
+                mine.least.cpu_s if mine and not mine.failure else 0.0,
                 bound_s,
                 recorded_s,
                 planned_s,
@@ -400,17 +410,21 @@ def main(argv: list[str] | None = None) -> int:
     keep_memory()
     warnings.filterwarnings("ignore", category=UserWarning)
     rows: list[Row] = []
+    options = {name: getattr(arguments, name) for name in _OPTIONS}
     if arguments.json and arguments.json.exists():
-        rows = [Row(**row) for row in json.loads(arguments.json.read_text())["rows"]]
+        there = json.loads(arguments.json.read_text())
+        if there["options"] != options:
+            parser.error(f"--json: the file was made with {there['options']}; name another one")
+        rows = [Row(**row) for row in there["rows"]]
     for name in arguments.models:
         here = [row for row in rows if row.model == name]
         if not any(not row.peer.startswith(COMPILED) for row in here) and arguments.peers:
             rows += eager_rows(SIZED[name], arguments)
-            keep(arguments.json, rows)
+            keep(arguments.json, rows, options)
         gc.collect()
         if arguments.compiled > 0 and not any(row.peer.startswith(COMPILED) for row in here):
             rows += compiled_rows(SIZED[name], arguments)
-            keep(arguments.json, rows)
+            keep(arguments.json, rows, options)
         gc.collect()
         console.print(f"{name}: done")
     show(rows)
@@ -425,9 +439,10 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def keep(path: Path | None, rows: Sequence[Row]) -> None:
+def keep(path: Path | None, rows: Sequence[Row], options: Mapping[str, object]) -> None:
     """Write what there is."""
-    write_json(path, {"machine": machine(), "rows": [asdict(row) for row in rows]})
+    each = [asdict(row) for row in rows]
+    write_json(path, {"machine": machine(), "options": options, "rows": each})
 
 
 if __name__ == "__main__":

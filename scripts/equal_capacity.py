@@ -10,13 +10,13 @@ import argparse
 import contextlib
 import functools
 import gc
-import json
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,13 +24,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 import delta_runtime as delta
-from benchmarks.common import SEED, console, machine, train_step, write_docs
+from benchmarks.common import SEED, console, train_step, write_docs
 from benchmarks.contenders import OFFLOADING, PEERS, HostLink, contender
 from delta_runtime import cpu_pool
 from delta_runtime.act.links import link_bytes_per_s
 from delta_runtime.core.events import Place
 from delta_runtime.online.policies import POLICIES
 from delta_runtime.plan_cache import STEPS_TO_SETTLE
+from scripts.points_file import PointsFile
 from scripts.workloads import SIZED, SizedWorkload, TrainState
 
 ORDINARY, ACCUMULATION = "ordinary", "accumulation"
@@ -136,10 +137,10 @@ class AtCapacity:
                 for index in range(FIT_STEPS):
                     step(index)
                 if timed:
-                    self._settle(step, runtime)
-                    count = 2 * (
-                        self.steps + 1
-                    )  # as many as of the ordinary step, which is timed twice
+                    if runtime is not None:
+                        self._settle(step, runtime)
+                    # As many as of the ordinary step, which is timed before and after.
+                    count = 2 * (self.steps + 1)
                     seconds = min(self._timed(step, index) for index in range(count))
                 peak_bytes = cpu_pool.peak_bytes() - before_bytes
             except (torch.OutOfMemoryError, delta.DeltaError) as error:
@@ -199,9 +200,8 @@ class AtCapacity:
         return self._step_of(state, runtime)
 
     @staticmethod
-    def _settle(step: Callable[[int], None], runtime: delta.Runtime | None) -> None:
-        for index in range(STEPS_TO_SETTLE if runtime else 0):
-            assert runtime is not None
+    def _settle(step: Callable[[int], None], runtime: delta.Runtime) -> None:
+        for index in range(STEPS_TO_SETTLE):
             step(index)
             runtime.wait_for_plan()
             if runtime.settled:
@@ -225,36 +225,24 @@ def largest(fits: Callable[[int], bool], low: int, step: int, most: int) -> int:
     return below
 
 
-class Record:
-    """The trials so far, in a file of JSON lines that a later run goes on from."""
+Record = PointsFile[Trial]
 
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self.trials: list[Trial] = []
-        if path is not None and path.exists():
-            lines = [json.loads(line) for line in path.read_text().splitlines()]
-            self.trials = [Trial(**each) for each in lines if "model" in each]
-        elif path is not None:
-            path.write_text(json.dumps({"machine": machine()}) + "\n")
 
-    def find(
-        self, model: str, contender: str, batch_size: int, size: int, *, timed: bool
-    ) -> Trial | None:
-        """Return the trial of these sizes, if there is one: one that was to be timed, or one that was not."""
-        asked = (model, contender, batch_size, size)
-        for each in reversed(self.trials):
-            here = (each.model, each.contender, each.batch_size, each.size)
-            if here == asked and (each.ordinary_samples_per_s > 0) == timed:
-                return each
-        return None
+def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what a trial's figures depend on beside its sizes."""
+    return {name: getattr(arguments, name) for name in ("link", "steps", "threads")}
 
-    def add(self, trial: Trial) -> Trial:
-        """Keep a trial."""
-        self.trials.append(trial)
-        if self.path is not None:
-            with self.path.open("a") as file:
-                file.write(json.dumps(asdict(trial)) + "\n")
-        return trial
+
+def known_trial(
+    record: Record, model: str, contender: str, batch_size: int, size: int, *, timed: bool
+) -> Trial | None:
+    """Return the trial of these sizes, if there is one: one that was to be timed, or one that was not."""
+    asked = (model, contender, batch_size, size)
+    for each in reversed(record.points):
+        here = (each.model, each.contender, each.batch_size, each.size)
+        if here == asked and (each.ordinary_samples_per_s > 0) == timed:
+            return each
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +268,7 @@ def answer(question: Question, at: AtCapacity, name: str, record: Record) -> lis
 
     def run(n: int, timed: bool) -> Trial:
         sizes = question.sizes(workload, n)
-        known = record.find(workload.name, name, *sizes, timed=timed)
+        known = known_trial(record, workload.name, name, *sizes, timed=timed)
         return known or record.add(at.trial(name, *sizes, timed=timed))
 
     start, step = question.start(workload), question.step(workload)
@@ -320,7 +308,8 @@ def arguments_of(doc: str, argv: Sequence[str] | None, models: Sequence[str]) ->
 
 def run_and_tell(question: Question, arguments: argparse.Namespace) -> int:
     """Answer for each model and contender, and show it; return the exit status."""
-    answers = run_all(question, arguments, Record(arguments.out))
+    record = Record(arguments.out, Trial, options_of(arguments))
+    answers = run_all(question, arguments, record)
     show(question, answers)
     write_docs(arguments.docs, docs_tables(question, answers))
     return 0

@@ -19,12 +19,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
 import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -37,7 +36,7 @@ from rich.progress import track
 from rich.table import Table
 
 import delta_runtime as delta
-from benchmarks.common import SEED, console, keep_memory, machine, words
+from benchmarks.common import SEED, console, keep_memory, words
 from benchmarks.contenders import OFFLOADING, PEERS, HostLink, contender
 from benchmarks.peers import Kind, in_turns
 from delta_runtime import cpu_pool
@@ -47,6 +46,7 @@ from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.online.policies import POLICIES
 from delta_runtime.plan_cache import STEPS_TO_SETTLE
 from delta_runtime.planners.window_bound import window_bound
+from scripts.points_file import PointsFile
 from scripts.workloads import SIZED, SizedWorkload, TrainState
 
 FAILURES_TO_STOP = 3
@@ -78,32 +78,15 @@ class Point:
     failure: str = ""
 
 
-class Record:
-    """The points so far, in a file that a later run goes on from."""
+Record = PointsFile[Point]
 
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self.points: list[Point] = []
-        if path is not None and path.exists():
-            lines = [json.loads(line) for line in path.read_text().splitlines()]
-            self.points = [Point(**each) for each in lines if "model" in each]
-        elif path is not None:
-            path.write_text(json.dumps({"machine": machine()}) + "\n")
 
-    def find(self, model: str, name: str, percent: float | None) -> Point | None:
-        """Return a point; of a peer with None."""
-        for each in self.points:
-            if (each.model, each.name) == (model, name) and percent in (None, each.percent):
-                return each
-        return None
-
-    def add(self, point: Point) -> Point:
-        """Keep a point."""
-        self.points.append(point)
-        if self.path is not None:
-            with self.path.open("a") as file:
-                file.write(json.dumps(asdict(point)) + "\n")
-        return point
+def known_point(record: Record, model: str, name: str, percent: float | None) -> Point | None:
+    """Return a point that is in the file; of a peer with None."""
+    for each in record.points:
+        if (each.model, each.name) == (model, name) and percent in (None, each.percent):
+            return each
+    return None
 
 
 def at_budget(
@@ -186,7 +169,9 @@ def sweep(
     ordinary.block(1, timed=False)
     link = HostLink(link_bytes_per_s(arguments.link))
     for name in arguments.peers:
-        point = record.find(workload.name, name, None) or at_peer(workload, ordinary, name, link)
+        point = known_point(record, workload.name, name, None) or at_peer(
+            workload, ordinary, name, link
+        )
         if point is not None:
             yield point if point in record.points else record.add(point)
     for policy in arguments.policies:
@@ -195,7 +180,7 @@ def sweep(
         for percent in track(
             percents, f"{workload.name}, {policy}", console=Console(file=sys.stderr)
         ):
-            point = record.find(workload.name, policy, percent) or record.add(
+            point = known_point(record, workload.name, policy, percent) or record.add(
                 at_budget(workload, ordinary, policy, percent, arguments)
             )
             yield point
@@ -288,7 +273,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cpu_pool.install()
     keep_memory()
     warnings.filterwarnings("ignore", message="delta_runtime")
-    record = Record(arguments.out)
+    options = {name: getattr(arguments, name) for name in ("link", "steps", "bound_seconds")}
+    record = Record(arguments.out, Point, options)
     points = [each for name in arguments.models for each in sweep(SIZED[name], record, arguments)]
     show(points)
     if arguments.plots:

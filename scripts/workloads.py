@@ -312,7 +312,9 @@ def _resnet(depths: tuple[int, ...]) -> Callable[[int], nn.Module]:
     return build
 
 
-def _gpt2(vocabulary: int, width: int, layers: int) -> Callable[[int], nn.Module]:
+def gpt2(vocabulary: int, width: int, layers: int) -> Callable[[int], nn.Module]:
+    """Return what builds a GPT-2 for sequences of a length, with heads 64 wide and no dropout of attention."""
+
     def build(size: int) -> nn.Module:
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -395,7 +397,7 @@ SIZED: dict[str, SizedWorkload] = {
         ),
         SizedWorkload(
             *("gpt", "GPT-2 12 x 384 on bytes", 4, 256, 64, "tokens"),
-            *(("GPT2Block",), _gpt2(256, 384, 12), byte_windows),
+            *(("GPT2Block",), gpt2(256, 384, 12), byte_windows),
         ),
         SizedWorkload(
             *("llama", "Llama 12 x 384 on bytes", 4, 256, 64, "tokens"),
@@ -411,7 +413,7 @@ SIZED: dict[str, SizedWorkload] = {
         ),
         SizedWorkload(
             *("gpt_words", "GPT-2 6 x 384, vocabulary 50,257", 4, 256, 64, "tokens"),
-            *(("GPT2Block",), _gpt2(_VOCABULARY, 384, 6), _pairs_of_bytes),
+            *(("GPT2Block",), gpt2(_VOCABULARY, 384, 6), _pairs_of_bytes),
         ),
         SizedWorkload(
             *("llama_words", "Llama 6 x 384, vocabulary 50,257", 4, 256, 64, "tokens"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from argparse import Namespace
 
 import pytest
@@ -11,33 +12,14 @@ import torch
 from benchmarks import peers
 from benchmarks.contenders import PEERS, HostLink, contender, segmented
 from delta_runtime import cpu_pool
-from scripts.workloads import SIZED, SizedWorkload, TrainState, byte_windows
+from scripts.workloads import SIZED, TrainState, gpt2
 from tests.support.fixtures import one_thread  # noqa: F401
 
 pytestmark = pytest.mark.timeout(200)
 
 
-def _tiny_gpt(size: int) -> torch.nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=256,
-        n_positions=size,
-        n_embd=64,
-        n_layer=6,
-        n_head=2,
-        attn_pdrop=0.0,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"
-    return model
-
-
-TINY = SizedWorkload(
-    "tiny", "GPT-2 6 x 64", 16, 64, 16, "tokens", ("GPT2Block",), _tiny_gpt, byte_windows
+TINY = dataclasses.replace(
+    SIZED["gpt"], name="tiny", batch_size=16, size=64, size_step=16, build_model=gpt2(256, 64, 6)
 )
 
 

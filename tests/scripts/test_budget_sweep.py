@@ -24,7 +24,8 @@ def test_a_sweep_goes_down_and_is_not_run_again(
     argv += ["--peers", "checkpoint", "--bound-seconds", "1", "--out", str(out)]
     argv += ["--plots", str(tmp_path)]
     assert stress_budget_sweep.main(argv) == 0
-    points = Record(out).points
+    options = {"link": None, "steps": 1, "bound_seconds": 1.0}
+    points = Record(out, Point, options).points
     by_policy = [each for each in points if each.name == "recompute"]
     assert [each.percent for each in by_policy][:3] == [90, 70, 50]
     assert all(each.peak_bytes <= each.budget_bytes and not each.failure for each in by_policy[:3])

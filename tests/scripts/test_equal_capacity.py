@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from delta_runtime import cpu_pool
 from scripts import equal_capacity, stress_max_batch, stress_max_input
-from scripts.equal_capacity import ACCUMULATION, AtCapacity, Record, answer, largest
+from scripts.equal_capacity import ACCUMULATION, AtCapacity, Record, Trial, answer, largest
+from scripts.points_file import OtherOptions
 from tests.benchmarks.test_contenders import TINY
 from tests.support.fixtures import one_thread  # noqa: F401
 
@@ -39,7 +40,7 @@ def test_at_equal_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     cpu_pool.install()
     monkeypatch.setitem(equal_capacity.SIZED, "tiny", TINY)
     monkeypatch.setattr(equal_capacity, "_MOST_FACTOR", 8)
-    record = Record(tmp_path / "out.jsonl")
+    record = Record(tmp_path / "out.jsonl", Trial, {"steps": 1})
     at = AtCapacity(TINY, None, 1)
     batch = stress_max_batch.QUESTION
     ordinary, *_ = answer(batch, at, "ordinary", record)
@@ -58,8 +59,10 @@ def test_at_equal_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         raise AssertionError("what is in the file is not run again")
 
     monkeypatch.setattr(AtCapacity, "trial", never)
-    again = answer(batch, at, "recompute", Record(tmp_path / "out.jsonl"))
+    again = answer(batch, at, "recompute", Record(tmp_path / "out.jsonl", Trial, {"steps": 1}))
     assert again == ours
+    with pytest.raises(OtherOptions, match="'steps': 1"):
+        Record(tmp_path / "out.jsonl", Trial, {"steps": 2})
 
 
 def test_accumulation_adds_up_to_the_whole_batch() -> None:
