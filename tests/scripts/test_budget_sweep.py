@@ -19,6 +19,8 @@ def test_a_sweep_goes_down_and_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(stress_budget_sweep.SIZED, "tiny", TINY)
+    # It is for the whole process and for good, and other tests see memory go back to the system.
+    monkeypatch.setattr(stress_budget_sweep, "keep_memory", lambda: None)
     out = tmp_path / "sweep.jsonl"
     argv = ["--models", "tiny", "--step", "20", "--highest", "90", "--steps", "1"]
     argv += ["--peers", "checkpoint", "--bound-seconds", "1", "--out", str(out)]
