@@ -246,6 +246,7 @@ void reset_counters() {
   g_rescues.store(0);
   g_rescued_bytes.store(0);
   g_over_limit_peak.store(0);
+  reset_passed();  // of a step that died above its budget
 }
 
 }  // namespace cpu_pool
