@@ -34,6 +34,8 @@ from scripts.workloads import (
 )
 
 SEED = 0
+SLACK_BYTES = 1 << 16
+"""By so much two runs of the same step may differ; values that are too small to be managed are less."""
 BLOCKS = ("GPT2Block", "ResNetBottleNeckLayer", "ResNetBasicLayer", "ViTLayer")
 """Classes of modules that the peer checkpoints."""
 MIB = 1024**2

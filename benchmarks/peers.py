@@ -3,7 +3,7 @@
 A benchmark, in one process. Each model of `SIZED` in scripts/workloads.py trains as each peer has it: checkpoints
 around each block (as `gradient_checkpointing` of transformers has it), around groups of blocks, selective ones, all
 that is saved sent to the host, and checkpoints whose inputs wait on the host; then as the runtime has it within the
-peer's own allocator peak. Peers that offload, and the runtime beside them, use the virtual accelerator's link. Steps
+peer's own allocator peak and 64 KiB. Peers that offload, and the runtime beside them, use the virtual accelerator's link. Steps
 come in blocks of one kind, blocks take turns in a random order; a block's first step is not timed, and the least of all
 others counts. Compute runs on one thread, so that a core is left for copies. Takes about 40 minutes (`--models llama
 --peers checkpoint --rounds 1`: 1) and needs no GPU; nothing of yours should run beside it. Exits 1 where gradients of
@@ -43,6 +43,7 @@ from torch import nn
 import delta_runtime as delta
 from benchmarks.common import (
     SEED,
+    SLACK_BYTES,
     console,
     keep_memory,
     machine,
@@ -231,7 +232,7 @@ def compare(
     ordinary = Kind(contextlib.nullcontext, state)
     for kind in (ordinary, *peers.values()):
         kind.block(1, timed=False)
-    budgets = {name: peer.peak_bytes for name, peer in peers.items()}
+    budgets = {name: peer.peak_bytes + SLACK_BYTES for name, peer in peers.items()}
     ours: dict[str, Kind] = {}
     failures: dict[str, str] = {}
     equal: dict[str, bool] = {}

@@ -25,7 +25,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from delta_runtime import cpu_pool, entered, python_random, raw_access
+from delta_runtime import cpu_pool, entered, failed_backward, python_random, raw_access
 from delta_runtime.act.pinning import pinning
 from delta_runtime.act.tiers import Tiers, open_tiers
 from delta_runtime.config import Config, Launched, check_requested, planning_requested
@@ -204,7 +204,11 @@ class Runtime:
     ) -> None:
         if self._is_left():
             return
-        self._leave(error)
+        try:
+            self._leave(error)
+        finally:
+            if error is not None:
+                failed_backward.release_queue()
 
     def _is_left(self) -> bool:
         """Whether there is nothing to leave: it was closed or left before, maybe by a hook of a backward.
@@ -531,7 +535,11 @@ class _Step(contextlib.ContextDecorator):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._runtime._leave_step(error)
+        try:
+            self._runtime._leave_step(error)
+        finally:
+            if error is not None:
+                failed_backward.release_queue()
 
 
 # ---------------------------------------------------------------------- module functions

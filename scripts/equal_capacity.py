@@ -24,9 +24,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 import delta_runtime as delta
-from benchmarks.common import SEED, console, train_step, write_docs
+from benchmarks.common import SEED, SLACK_BYTES, console, train_step, write_docs
 from benchmarks.contenders import OFFLOADING, PEERS, HostLink, contender
-from delta_runtime import cpu_pool
+from delta_runtime import cpu_pool, failed_backward
 from delta_runtime.act.links import link_bytes_per_s
 from delta_runtime.core.events import Place
 from delta_runtime.online.policies import POLICIES
@@ -38,8 +38,6 @@ ORDINARY, ACCUMULATION = "ordinary", "accumulation"
 SHOWN = (ORDINARY, ACCUMULATION, "checkpoint", "recompute")
 FIT_STEPS = 2
 _MOST_FACTOR = 64
-_SLACK_BYTES = 1 << 16
-"""By so much two runs of the same step may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +97,7 @@ class AtCapacity:
         self._state = workload.build(SEED)
         cpu_pool.reset_peak()
         self._ordinary_s()
-        self.capacity_bytes = cpu_pool.peak_bytes() - others_bytes + _SLACK_BYTES
+        self.capacity_bytes = cpu_pool.peak_bytes() - others_bytes + SLACK_BYTES
 
     def _ordinary_s(self) -> float:
         step = self._step_of(self._state)
@@ -122,6 +120,7 @@ class AtCapacity:
             told = ("no part of a batch fits", 0.0, self.workload.batch_size / ordinary_s)
             return Trial(self.workload.name, name, batch_size, size, self.capacity_bytes, 0, *told)
         # What the ordinary run holds is no part of the trial.
+        gc.collect()
         before_bytes = cpu_pool.allocated_bytes()
         state = self.workload.build(SEED, batch_size, size)
         limit_bytes = before_bytes + self.capacity_bytes
@@ -145,6 +144,7 @@ class AtCapacity:
                 peak_bytes = cpu_pool.peak_bytes() - before_bytes
             except (torch.OutOfMemoryError, delta.DeltaError) as error:
                 failure = type(error).__name__
+                failed_backward.release_queue()  # of a rival that has no runtime
         del state
         gc.collect()
         if timed:

@@ -60,6 +60,7 @@ LAYERS = {
     "device": _layer("core config extension _C", "torch psutil"),
     "pump": _layer("core act extension online record _C", "numpy"),
     "torch_hooks": _layer("core extension optimizer_hooks raw_access saved_leaves _C", "torch"),
+    "failed_backward": _layer(packages="torch"),
     "entered": _layer("core extension raw_access torch_hooks _C", "torch"),
     "steps": _layer(
         "core config act budget_relief extension known_step online plan_cache planning_time plans_beside pump "

@@ -433,6 +433,16 @@ void SwapTiers::order_after_arrival(Page& page, const c10::Storage& storage) con
                      c10::Stream(c10::Stream::UNSAFE, options_.device, current));
 }
 
+bool SwapTiers::has_copy_of(const Value& v) const {
+  const Page* home = v.home;
+  if (home == nullptr || home->tickets == 0) {
+    return false;
+  }
+  const Residency now = home->residency();
+  return now == Residency::Swapped || now == Residency::SwappingIn ||
+         (now == Residency::Resident && copy_is_good(*home));
+}
+
 c10::Storage SwapTiers::storage_there(const Value& v) const {
   if (!v.is_alive() || !v.home->content_unchanged() || !v.readable()) {
     return {};

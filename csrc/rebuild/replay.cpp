@@ -37,6 +37,11 @@ struct Different {
 // There is no room for an op of the rerun, and some of what it starts from could be dropped.
 struct ShortOfRoom {};
 
+// What the rerun was to take from a tier below is not there any more.
+struct StartGone {};
+
+constexpr int kMostStartsGone = 3;  // then what a rerun starts from is held, so that it stays
+
 // What the op will ask for beside what is there: its watermark, copies of what it writes in place,
 // and what the pool reserves for rounding, since that can be refused too.
 int64_t room_for(const OpRecord& op) {
@@ -75,10 +80,12 @@ bool Replay::fetch(Value& v, const Value& root, Rerun& rerun, PagePtrs& wanted) 
           "Run backward before changing it, or run the writing code inside the runtime.");
     }
     slot.storage = v.anchor;
+  } else if (rerun.one_by_one && tiers_.has_copy_of(v)) {
+    slot.page = c10::intrusive_ptr<Page>::reclaim_copy(v.home);
   } else {
     slot.storage = tiers_.storage_there(v);
   }
-  if (slot.storage) {
+  if (slot.storage || slot.page) {
     rerun.slots.emplace(&v, std::move(slot));
     return true;
   }
@@ -195,6 +202,28 @@ double Replay::stalled_s() {
   return counters_.out_stall_s + counters_.in_stall_s;
 }
 
+// Has what an op reads, and what waits in a tier below, brought back.
+void Replay::bring_inputs(const OpRecord& op, Rerun& rerun) {
+  for (const auto& ref : op.inputs) {
+    if (!ref.needs_content()) {
+      continue;
+    }
+    auto& slot = rerun.slots.at(ref.value.get());
+    if (slot.storage || !slot.page) {
+      continue;
+    }
+    const c10::Storage there = swap_in_.bring_back(*slot.page);
+    on_device_.hash_returned();
+    Guard guard(lock_);
+    if (there && slot.page->current == ref.value) {
+      slot.storage = tiers_.storage_there(*ref.value);
+    }
+    if (!slot.storage) {
+      throw StartGone();
+    }
+  }
+}
+
 // Runs the rerun. With `installs`, values that dropped pages wait for go there as soon as they are
 // made. `inspect` sees what each op made.
 c10::Storage Replay::execute(Rerun& rerun, Value& root, bool installs, bool gives_up,
@@ -203,6 +232,9 @@ c10::Storage Replay::execute(Rerun& rerun, Value& root, bool installs, bool give
   const double stalled_before_s = stalled_s();
   for (auto& op : rerun.ops) {
     let_signals_in();
+    if (rerun.one_by_one) {
+      bring_inputs(*op, rerun);
+    }
     if (options_.budget_bytes > 0 && eviction_.look_ahead(room_for(*op)) > 0 && gives_up) {
       Guard guard(lock_);
       counters_.rebuild_s += seconds_since(begin);
@@ -242,7 +274,7 @@ void Replay::take_outputs(Rerun& rerun, const OpRecord& op, const Value& root,
       continue;
     }
     auto& slot = rerun.slots.at(ref.value.get());
-    if (--slot.uses == 0) {
+    if (--slot.uses == 0 || (slot.page && !slot.ours)) {
       thread_trash().take(std::move(slot.storage));
       slot.storage = c10::Storage();
     }
@@ -282,6 +314,7 @@ void Replay::discard(Rerun& rerun, c10::intrusive_ptr<Value>* root) {
     thread_trash().take(std::move(slot.storage));
     slot.storage = c10::Storage();
     slot.value.reset();
+    slot.page.reset();
   }
   rerun.slots.clear();
   rerun.ops.clear();
@@ -347,6 +380,7 @@ struct Replay::Attempt {
   bool early = false;         // nobody waits for it
   bool from_scratch = false;  // with all that the rerun would start from dropped too
   bool any_dropped = true;
+  int starts_gone = 0;
 };
 
 c10::Storage Replay::rebuild(Page& page) {
@@ -379,7 +413,11 @@ c10::Storage Replay::rebuild(Page& page, Attempt& attempt) {
         return {};
       }
       discard(attempt.rerun);
+      attempt.pins.clear();
       attempt.from_scratch = true;
+    } catch (const StartGone&) {
+      discard(attempt.rerun);
+      ++attempt.starts_gone;
     } catch (const Different& different) {
       give_up(attempt, *different.page);
     } catch (const RecomputeMismatchError&) {  // an op says itself that it did not repeat
@@ -407,6 +445,8 @@ bool Replay::run_once(Page& page, Attempt& attempt) {
       return false;  // somebody else made it, and it may have been swapped out again
     }
     attempt.root = page.current;
+    rerun.one_by_one = (attempt.from_scratch || now_.hopeless) && !tiers_.none() &&
+                       attempt.starts_gone <= kMostStartsGone;
     make_rerun(*attempt.root, rerun, wanted);
   }
   if (!wanted.empty()) {

@@ -16,6 +16,7 @@
 //  5. Room is made before each op; that only ever frees, it never starts another rebuild.
 //  6. What the rerun starts from is held from its begin on, needed yet or not. Without room beside
 //     that the rerun is given up: what it started from is dropped too, and all of it is made again.
+//     What has a copy below is not dropped: it is there only while an op runs that reads it.
 #pragma once
 
 #include <functional>
@@ -60,6 +61,7 @@ class Replay : public Part {
 
   void make_rerun(Value& root, Rerun& rerun, PagePtrs& wanted);
   bool fetch(Value& v, const Value& root, Rerun& rerun, PagePtrs& wanted);
+  void bring_inputs(const OpRecord& op, Rerun& rerun);
   void install(Rerun& rerun, Page& page, const c10::Storage& storage, double seconds);
   c10::Storage execute(Rerun& rerun, Value& root, bool installs, bool gives_up,
                        const Inspect& inspect = nullptr);

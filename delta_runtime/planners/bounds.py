@@ -14,6 +14,7 @@ Not covered: what either costs in seconds.
 from __future__ import annotations
 
 import heapq
+from typing import NamedTuple
 
 import numpy as np
 
@@ -111,23 +112,61 @@ def _least_budget(cover: GreedyCover, away: _Away, droppable: Mask, *, drops: bo
         return int(least)
     # And what rebuilding holds in front of the op that asks.
     work = _Work(cover, droppable)
-    nodes: dict[int, list[int]] = {}
-    for each in np.flatnonzero(used).tolist():
-        nodes.setdefault(int(tick[each]), []).append(each)
-    heap: list[tuple[float, int]] = []
-    asked: list[list[int]] = []
-    beside: list[float] = []
-    for uses in nodes.values():
-        beside.append(float(there[min(int(at[uses[0]]), n)]))
-        asked.append(list(dict.fromkeys(row[uses].tolist())))
-        heap.append((-(beside[-1] + work.at_most(asked[-1])), len(heap)))
+    nodes = _nodes(cover, away, droppable)
+    heap = [(-(node.beside + work.at_most(node.rows)), i) for i, node in enumerate(nodes)]
     heapq.heapify(heap)
     while heap and -heap[0][0] > least:
-        negative, node = heapq.heappop(heap)
+        negative, first = heapq.heappop(heap)
         if work.plays >= _MOST_PLAYS:
             return int(-negative)  # a bound will do
-        least = max(least, beside[node] + work.exactly(asked[node]))
+        least = max(least, nodes[first].beside + work.exactly(nodes[first].rows))
     return int(least)
+
+
+class _Node(NamedTuple):
+    """What one node of autograd asks for.
+
+    Args:
+        beside: bytes that are live then, with all that may be dropped away.
+        rows: of `graph.saved`, in the order in which they are asked for.
+    """
+
+    beside: float
+    rows: list[int]
+
+
+def _nodes(cover: GreedyCover, away: _Away, droppable: Mask) -> list[_Node]:
+    """Return the nodes that ask for something that may be dropped."""
+    graph, n = cover.graph, cover.graph.n_ops
+    gone = _sums(away.begin[droppable], away.gone[droppable], cover.bytes[droppable], n)
+    there = np.append(graph.op_ordinary_bytes, graph.op_ordinary_bytes[-1:]) - gone
+    row = np.repeat(np.arange(len(graph.saved)), np.diff(graph.use_offsets))
+    uses = np.flatnonzero(droppable[row])
+    uses = uses[np.argsort(graph.uses[uses], kind="stable")]
+    ticks, first = np.unique(graph.uses[uses], return_index=True)
+    at = np.minimum(np.searchsorted(graph.op_tick, ticks, side="right"), n)
+    return [
+        _Node(beside, list(dict.fromkeys(rows.tolist())))
+        for beside, rows in zip(
+            there[at].tolist(), np.split(row[uses], first[1:]) if len(ticks) else (), strict=True
+        )
+    ]
+
+
+def not_made_again(cover: GreedyCover) -> Mask:
+    """Return which saved values no rerun from the sources can make within the cover's budget.
+
+    Dropped, with all that they are made from dropped too, they are lost to a step that keeps to the budget. Where
+    telling takes too long, a value counts as one of them.
+    """
+    work = _Work(cover, cover.droppable)
+    found = np.zeros(len(cover.bytes), bool)
+    for node in _nodes(cover, _Away(cover), cover.droppable):
+        if node.beside + work.at_most(node.rows) <= cover.budget_bytes:
+            continue
+        if work.plays >= _MOST_PLAYS or node.beside + work.exactly(node.rows) > cover.budget_bytes:
+            found[node.rows] = True
+    return found & cover.droppable
 
 
 class _Work:

@@ -10,7 +10,8 @@ At each op of the recorded step, `ordinary + watermark - budget` bytes have to b
    middle makes all that follow it cheaper to rebuild;
 4. where there are lanes, `swap_search`: what costs the most to rebuild is swapped instead, as long as
    the lanes have time for it. Without drops, what was saved first is swapped first; where the lanes
-   carry all that in time, that is the plan with drops too;
+   carry all that in time, that is the plan with drops too. Where nothing fits, what could not be made again within
+   the budget is swapped, whatever else leaves;
 5. where nothing is swapped, `presence_search`: values leave late, come back early, or several times. Its plan is
    carried out as written; it is taken where it fits and the other does not, or takes noticeably less.
 
@@ -27,12 +28,13 @@ from delta_runtime.core.plan import Plan
 from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.step_graph import Mask, StepGraph
 from delta_runtime.core.transfer import Links
+from delta_runtime.planners.bounds import not_made_again
 from delta_runtime.planners.evaluate import WORK_PER_SECOND, Evaluator
 from delta_runtime.planners.evictions_as_plan import plan_of
 from delta_runtime.planners.greedy_drops import GreedyCover, choose
 from delta_runtime.planners.presence_search import search
 from delta_runtime.planners.repair import Evictions, repair
-from delta_runtime.planners.swap_search import only_swaps, swap_instead, swap_more
+from delta_runtime.planners.swap_search import has_room, only_swaps, swap_instead, swap_more
 from delta_runtime.planners.transfer_schedule import LaneTimes
 
 _TO_MEND = 1_000_000  # units of work, for each attempt and direction; see WORK_PER_SECOND
@@ -146,7 +148,10 @@ def plan(
         # Nothing fits, by this account. It errs towards too much (watermarks are the highest seen),
         # and what drops the most is not what leaves the victim queue the most to choose from.
         choice = first
-    found = plan_of(cover, evaluator, choice, by_next_use=choice is swaps)
+    by_next_use = choice is swaps
+    if lanes is not None and choice.evaluation.area > 0:
+        choice = _without_lost(evaluator, cover, choice)
+    found = plan_of(cover, evaluator, choice, by_next_use=by_next_use)
     if effort > 0 and not one_gap and choice.dropped.any() and not choice.swapped.any():
         most = int(min(max(work, least_search), MOST_TO_SEARCH, most_work))
         return _searched(cover, found, most_work=most)
@@ -177,6 +182,18 @@ def _exchange(
         allowed = min(work if thorough else work // 8, most_work)
         choice = improve(evaluator, choice, most_work=int(allowed))
     return choice
+
+
+def _without_lost(evaluator: Evaluator, cover: GreedyCover, choice: Evictions) -> Evictions:
+    """Return a choice that swaps what could not be made again within the budget, had it been dropped.
+
+    For a plan that does not fit: the runtime evicts more than it says then, and may drop what a value is made from.
+    """
+    lost = not_made_again(cover) & ~choice.swapped
+    if not lost.any() or not has_room(evaluator, choice.swapped | lost):
+        return choice
+    masks = choice.dropped & ~lost, choice.dropped_twice & ~lost, choice.swapped | lost
+    return Evictions(*masks, evaluator.evaluate(*masks))
 
 
 def _plan_swaps(cover: GreedyCover, evaluator: Evaluator) -> Plan:

@@ -20,7 +20,7 @@ _LEAST_S = 1e-9
 _SMALL = 100  # a value so many times smaller than the largest is swapped only if it must be
 
 
-def _has_room(evaluator: Evaluator, swapped: Mask) -> bool:
+def has_room(evaluator: Evaluator, swapped: Mask) -> bool:
     """Whether the tier below takes all of that at once."""
     assert evaluator.lanes is not None
     return float(evaluator.bytes[swapped].sum()) <= evaluator.lanes.store_bytes
@@ -53,7 +53,7 @@ def swap_instead(evaluator: Evaluator, choice: Evictions, *, most_work: int) -> 
 
     def score(other: Evictions, row: int) -> float:
         saved_s = best.evaluation.seconds - other.evaluation.seconds
-        if not _has_room(evaluator, other.swapped):
+        if not has_room(evaluator, other.swapped):
             return 0.0
         if other.evaluation.area > best.evaluation.area or saved_s <= _LEAST_S:
             return 0.0
@@ -100,7 +100,7 @@ def swap_more(evaluator: Evaluator, choice: Evictions, *, most_work: int) -> Evi
             break
         swapped = best.swapped.copy()
         swapped[row] = True
-        if not _has_room(evaluator, swapped):
+        if not has_room(evaluator, swapped):
             continue
         other = Evictions(
             best.dropped.copy(),
@@ -161,7 +161,7 @@ def only_swaps(evaluator: Evaluator, nothing: Evictions) -> Evictions:
         span = slice(evaluator.begin[row], evaluator.own_need[row])
         if (excess[span] > 0).any():
             excess[span] -= evaluator.bytes[row]
-            swapped[row] = _has_room(evaluator, swapped | (np.arange(len(swapped)) == row))
+            swapped[row] = has_room(evaluator, swapped | (np.arange(len(swapped)) == row))
     return Evictions(
         dropped, dropped_twice, swapped, evaluator.evaluate(dropped, dropped_twice, swapped)
     )

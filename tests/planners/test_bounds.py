@@ -6,9 +6,10 @@ import dataclasses
 
 import numpy as np
 
+from delta_runtime.core.events import Exit
 from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.step_graph import StepGraph
-from delta_runtime.planners.bounds import bounds_of
+from delta_runtime.planners.bounds import bounds_of, not_made_again
 from delta_runtime.planners.greedy_drops import GreedyCover
 from tests.support.step_graphs import chain
 
@@ -63,3 +64,21 @@ def test_the_least_budget_is_never_above_the_ordinary_peak():
     graph = with_a_workspace(chain([8 * MIB] * 3, [1e-2] * 3), 0, 1)
     large = dataclasses.replace(graph, op_watermark_bytes=graph.op_watermark_bytes * 3)
     assert bounds_of(large).least_bytes <= large.peak_bytes
+
+
+def test_what_a_budget_has_no_room_to_make_again():
+    watermark = GRAPH.op_watermark_bytes.copy()
+    watermark[5] += 64 * MIB
+    graph = dataclasses.replace(GRAPH, op_watermark_bytes=watermark)
+
+    def lost_at(budget_bytes: int) -> list[int]:
+        cover = GreedyCover(graph, budget_bytes, recipes_of(graph))
+        return graph.saved[not_made_again(cover)].tolist()
+
+    assert lost_at(80 * MIB) == []
+    assert lost_at(80 * MIB - 1) == lost_at(16 * MIB) == [5, 6, 7, 8, 9]  # 10, 11: never away
+    assert lost_at(16 * MIB - 1) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    plan = joint_heuristic.plan(graph, 40 * MIB, links=Links(64e9, 64e9))
+    assert plan.predicted_peak_bytes > 40 * MIB
+    swapped = [any(each.exit == Exit.SWAP for each in spans) for spans in plan.intervals()]
+    assert all(swapped[5:10])
