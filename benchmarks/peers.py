@@ -3,12 +3,12 @@
 A benchmark, in one process. Each model of `SIZED` in scripts/workloads.py trains as each peer has it: checkpoints
 around each block (as `gradient_checkpointing` of transformers has it), around groups of blocks, selective ones, all
 that is saved sent to the host, and checkpoints whose inputs wait on the host; then as the runtime has it within the
-peer's own allocator peak and 64 KiB. Peers that offload, and the runtime beside them, use the virtual accelerator's link. Steps
-come in blocks of one kind, blocks take turns in a random order; a block's first step is not timed, and the least of all
-others counts. Compute runs on one thread, so that a core is left for copies. Takes about 40 minutes (`--models llama
---peers checkpoint --rounds 1`: 1) and needs no GPU; nothing of yours should run beside it. Exits 1 where gradients of
-the runtime differ from an ordinary step's or its peak is above the budget; losses are named, and do not change the
-status.
+peer's own allocator peak and 64 KiB. Peers that offload, and the runtime beside them, use the virtual accelerator's
+link. Steps come in blocks of one kind, blocks take turns in a random order; a block's first step is not timed, and the
+least of all others counts. Compute runs on one thread, so that a core is left for copies. Takes about 40 minutes
+(`--models llama --peers checkpoint --rounds 1`: 1) and needs no GPU; nothing of yours should run beside it. Exits 1
+where gradients of the runtime differ from an ordinary step's or its peak is above the budget; losses are named, and do
+not change the status.
 
     python -m benchmarks.peers [--models resnet50,...] [--peers checkpoint,...] [--rounds 3] [--steps 3]
         [--link pcie5] [--compiled 0.5] [--bound-seconds 20] [--json FILE] [--docs PAGE]

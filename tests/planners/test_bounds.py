@@ -9,6 +9,8 @@ import numpy as np
 from delta_runtime.core.events import Exit
 from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.step_graph import StepGraph
+from delta_runtime.core.transfer import Links
+from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.bounds import bounds_of, not_made_again
 from delta_runtime.planners.greedy_drops import GreedyCover
 from tests.support.step_graphs import chain
