@@ -207,8 +207,13 @@ class Runtime:
         try:
             self._leave(error)
         finally:
-            if error is not None:
-                failed_backward.release_queue()
+            self._let_go_of(error)
+
+    def _let_go_of(self, error: BaseException | None) -> None:
+        """Free what PyTorch keeps of a backward that raised; nothing where no graph was made."""
+        last = self.steps.last
+        if error is not None and (last is None or last.packs > 0):
+            failed_backward.release_queue()
 
     def _is_left(self) -> bool:
         """Whether there is nothing to leave: it was closed or left before, maybe by a hook of a backward.
@@ -538,8 +543,7 @@ class _Step(contextlib.ContextDecorator):
         try:
             self._runtime._leave_step(error)
         finally:
-            if error is not None:
-                failed_backward.release_queue()
+            self._runtime._let_go_of(error)
 
 
 # ---------------------------------------------------------------------- module functions

@@ -74,7 +74,9 @@ class SwapTiers : public Part, private Writer {
   // What the stream that is current does next with the page comes after whatever brought it here.
   void order_after_arrival(Page& page, const c10::Storage& storage) const;
   c10::Storage storage_there(const Value& v) const;  // holding this content; empty: nowhere
-  bool has_copy_of(const Value& v) const;            // so that its page may go at any time
+  // Whether a tier below has a copy of it, so that its page may leave at any time. What comes back
+  // is still to be compared with the value.
+  bool has_copy_of(const Value& v) const;
 
   // Takes in what the lanes have finished: their ends go, so that no worker is ever the last owner
   // of a storage, and what has come back is resident. Returns whether there was any.

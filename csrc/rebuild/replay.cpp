@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 
 #include "pool/cpu_pool.h"
 #include "rebuild/quiet.h"
@@ -38,9 +39,16 @@ struct Different {
 struct ShortOfRoom {};
 
 // What the rerun was to take from a tier below is not there any more.
-struct StartGone {};
+struct StartGone {
+  bool in_vain;  // nothing has changed that the next rerun would begin with
+};
 
-constexpr int kMostStartsGone = 3;  // then what a rerun starts from is held, so that it stays
+// What the rerun was to take from a tier below came back different, and cannot be made again.
+struct StartDiffers {
+  std::exception_ptr error;
+};
+
+constexpr int kMostInVain = 3;  // so often a rerun is made anew; then it holds all of its starts
 
 // What the op will ask for beside what is there: its watermark, copies of what it writes in place,
 // and what the pool reserves for rounding, since that can be refused too.
@@ -202,7 +210,7 @@ double Replay::stalled_s() {
   return counters_.out_stall_s + counters_.in_stall_s;
 }
 
-// Has what an op reads, and what waits in a tier below, brought back.
+// Brings back what the op reads of the values that wait in a tier below.
 void Replay::bring_inputs(const OpRecord& op, Rerun& rerun) {
   for (const auto& ref : op.inputs) {
     if (!ref.needs_content()) {
@@ -212,14 +220,19 @@ void Replay::bring_inputs(const OpRecord& op, Rerun& rerun) {
     if (slot.storage || !slot.page) {
       continue;
     }
-    const c10::Storage there = swap_in_.bring_back(*slot.page);
+    c10::Storage there;
+    try {
+      there = swap_in_.bring_back(*slot.page);
+    } catch (const RecomputeMismatchError&) {
+      throw StartDiffers{std::current_exception()};
+    }
     on_device_.hash_returned();
     Guard guard(lock_);
     if (there && slot.page->current == ref.value) {
       slot.storage = tiers_.storage_there(*ref.value);
     }
     if (!slot.storage) {
-      throw StartGone();
+      throw StartGone{slot.page->residency() == Residency::Resident};
     }
   }
 }
@@ -230,14 +243,22 @@ c10::Storage Replay::execute(Rerun& rerun, Value& root, bool installs, bool give
                              const Inspect& inspect) {
   const auto begin = std::chrono::steady_clock::now();
   const double stalled_before_s = stalled_s();
+  const auto count_in_vain = [&] {
+    Guard guard(lock_);
+    counters_.rebuild_s += seconds_since(begin);
+  };
   for (auto& op : rerun.ops) {
     let_signals_in();
     if (rerun.one_by_one) {
-      bring_inputs(*op, rerun);
+      try {
+        bring_inputs(*op, rerun);
+      } catch (const StartGone&) {
+        count_in_vain();
+        throw;
+      }
     }
     if (options_.budget_bytes > 0 && eviction_.look_ahead(room_for(*op)) > 0 && gives_up) {
-      Guard guard(lock_);
-      counters_.rebuild_s += seconds_since(begin);
+      count_in_vain();
       throw ShortOfRoom();
     }
     double seconds = 0;
@@ -274,7 +295,7 @@ void Replay::take_outputs(Rerun& rerun, const OpRecord& op, const Value& root,
       continue;
     }
     auto& slot = rerun.slots.at(ref.value.get());
-    if (--slot.uses == 0 || (slot.page && !slot.ours)) {
+    if (--slot.uses == 0 || slot.page) {
       thread_trash().take(std::move(slot.storage));
       slot.storage = c10::Storage();
     }
@@ -296,7 +317,8 @@ void Replay::take_outputs(Rerun& rerun, const OpRecord& op, const Value& root,
       install(rerun, *value->home, made[i], seconds);
     }
     auto slot = rerun.slots.find(value);
-    if (slot != rerun.slots.end() && slot->second.uses > 0 && !slot->second.storage) {
+    if (slot != rerun.slots.end() && slot->second.uses > 0 && !slot->second.storage &&
+        !slot->second.page) {
       slot->second.storage = made[i];
       slot->second.ours = true;
     }
@@ -380,7 +402,7 @@ struct Replay::Attempt {
   bool early = false;         // nobody waits for it
   bool from_scratch = false;  // with all that the rerun would start from dropped too
   bool any_dropped = true;
-  int starts_gone = 0;
+  int in_vain = 0;
 };
 
 c10::Storage Replay::rebuild(Page& page) {
@@ -415,9 +437,12 @@ c10::Storage Replay::rebuild(Page& page, Attempt& attempt) {
       discard(attempt.rerun);
       attempt.pins.clear();
       attempt.from_scratch = true;
-    } catch (const StartGone&) {
+    } catch (const StartGone& gone) {
       discard(attempt.rerun);
-      ++attempt.starts_gone;
+      attempt.in_vain += gone.in_vain ? 1 : 0;
+    } catch (const StartDiffers& differs) {  // the ops of the rerun have no part in it
+      discard(attempt.rerun, &attempt.root);
+      std::rethrow_exception(differs.error);
     } catch (const Different& different) {
       give_up(attempt, *different.page);
     } catch (const RecomputeMismatchError&) {  // an op says itself that it did not repeat
@@ -445,8 +470,7 @@ bool Replay::run_once(Page& page, Attempt& attempt) {
       return false;  // somebody else made it, and it may have been swapped out again
     }
     attempt.root = page.current;
-    rerun.one_by_one = (attempt.from_scratch || now_.hopeless) && !tiers_.none() &&
-                       attempt.starts_gone <= kMostStartsGone;
+    rerun.one_by_one = attempt.from_scratch && !tiers_.none() && attempt.in_vain < kMostInVain;
     make_rerun(*attempt.root, rerun, wanted);
   }
   if (!wanted.empty()) {

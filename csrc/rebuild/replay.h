@@ -15,8 +15,9 @@
 //     it.
 //  5. Room is made before each op; that only ever frees, it never starts another rebuild.
 //  6. What the rerun starts from is held from its begin on, needed yet or not. Without room beside
-//     that the rerun is given up: what it started from is dropped too, and all of it is made again.
-//     What has a copy below is not dropped: it is there only while an op runs that reads it.
+//     that the rerun is given up, and made once more. Then what has a copy in a tier below is
+//     brought back for each op that reads it, and let go of behind it; all else that the rerun
+//     started from is dropped too, and made again.
 #pragma once
 
 #include <functional>

@@ -273,7 +273,8 @@ OpRunner::Way OpRunner::way_of(const OpRecord& op, Rerun& rerun) {
     for (size_t i = 0; i < way.given.size(); ++i) {
       if (out.position == shortcut->given[i] && !out.is_argument) {
         const auto slot = rerun.slots.find(out.value);
-        if (slot != rerun.slots.end() && slot->second.uses > 0 && !slot->second.storage) {
+        if (slot != rerun.slots.end() && slot->second.uses > 0 && !slot->second.storage &&
+            !slot->second.page) {
           return {};  // to be made by this rerun: an audit of a value that is there
         }
         way.given[i] = tiers_.storage_there(*out.value);

@@ -15,8 +15,9 @@ namespace delta {
 struct Slot {
   c10::intrusive_ptr<Value> value;
   c10::Storage storage;
-  c10::intrusive_ptr<Page>
-      page;  // with a copy below, that it is taken from for each op that reads it
+  // Set where the value has a copy in a tier below: it is brought back for each op that reads it,
+  // and let go of behind that op.
+  c10::intrusive_ptr<Page> page;
   int uses = 0;
   bool ours = false;  // made by this rerun
 };
@@ -27,7 +28,7 @@ struct Rerun {
   std::vector<uint64_t> shortcuts;  // keys of those that were taken
   RanOps ran;                       // so far
   ska::flat_hash_map<Value*, Slot> slots;
-  bool one_by_one = false;  // what has a copy below is there only for the ops that read it
+  bool one_by_one = false;                   // see the Note in replay.h, rule 6
   std::shared_ptr<const Suspects> suspects;  // made when something of it is to be compared later
 };
 

@@ -127,7 +127,7 @@ class _Node(NamedTuple):
     """What one node of autograd asks for.
 
     Args:
-        beside: bytes that are live then, with all that may be dropped away.
+        beside: bytes that are live then, while everything that may be dropped is gone.
         rows: of `graph.saved`, in the order in which they are asked for.
     """
 
@@ -153,11 +153,17 @@ def _nodes(cover: GreedyCover, away: _Away, droppable: Mask) -> list[_Node]:
     ]
 
 
-def not_made_again(cover: GreedyCover) -> Mask:
-    """Return which saved values no rerun from the sources can make within the cover's budget.
+def is_met_by_swaps(cover: GreedyCover) -> bool:
+    """Return whether the cover's budget is met if all that may leave is swapped, and is back only while it is used."""
+    movable = cover.own_need > cover.begin
+    return _least_budget(cover, _Away(cover), movable, drops=False) <= cover.budget_bytes
 
-    Dropped, with all that they are made from dropped too, they are lost to a step that keeps to the budget. Where
-    telling takes too long, a value counts as one of them.
+
+def not_made_again(cover: GreedyCover) -> Mask:
+    """Return the saved values of nodes for which no reruns from the sources fit into the cover's budget.
+
+    Once all that one of these nodes asks for is dropped, with all that it is made from, a step cannot keep to the
+    budget any more. Where telling takes too long, a node counts as one of them.
     """
     work = _Work(cover, cover.droppable)
     found = np.zeros(len(cover.bytes), bool)

@@ -10,8 +10,8 @@ At each op of the recorded step, `ordinary + watermark - budget` bytes have to b
    middle makes all that follow it cheaper to rebuild;
 4. where there are lanes, `swap_search`: what costs the most to rebuild is swapped instead, as long as
    the lanes have time for it. Without drops, what was saved first is swapped first; where the lanes
-   carry all that in time, that is the plan with drops too. Where nothing fits, what could not be made again within
-   the budget is swapped, whatever else leaves;
+   carry all that in time, that is the plan with drops too. Where no such plan fits, though swaps alone would for a
+   step that waits for them, what could not be made again within the budget is swapped, whatever else leaves;
 5. where nothing is swapped, `presence_search`: values leave late, come back early, or several times. Its plan is
    carried out as written; it is taken where it fits and the other does not, or takes noticeably less.
 
@@ -28,7 +28,7 @@ from delta_runtime.core.plan import Plan
 from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.step_graph import Mask, StepGraph
 from delta_runtime.core.transfer import Links
-from delta_runtime.planners.bounds import not_made_again
+from delta_runtime.planners.bounds import is_met_by_swaps, not_made_again
 from delta_runtime.planners.evaluate import WORK_PER_SECOND, Evaluator
 from delta_runtime.planners.evictions_as_plan import plan_of
 from delta_runtime.planners.greedy_drops import GreedyCover, choose
@@ -149,7 +149,7 @@ def plan(
         # and what drops the most is not what leaves the victim queue the most to choose from.
         choice = first
     by_next_use = choice is swaps
-    if lanes is not None and choice.evaluation.area > 0:
+    if lanes is not None and choice.evaluation.area > 0 and is_met_by_swaps(cover):
         choice = _without_lost(evaluator, cover, choice)
     found = plan_of(cover, evaluator, choice, by_next_use=by_next_use)
     if effort > 0 and not one_gap and choice.dropped.any() and not choice.swapped.any():

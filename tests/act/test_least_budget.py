@@ -1,7 +1,7 @@
-"""Training at the least memory of any plan: everything that may leave is swapped, and back only while it is used.
+"""Training at the least memory that swapping needs: all that may leave is swapped, and is back only while it is used.
 
-A hard capacity shows that no byte more is taken. Of plans that also drop few fit, or none: a value that is made again
-needs room for what it is made from. Does not cover where that budget comes from (planners/test_bounds).
+A hard capacity shows that no byte more is taken. Few plans that also drop, if any, fit there: a value that is made
+again needs room for what it is made from. Does not cover where that budget comes from (planners/test_bounds).
 """
 
 from __future__ import annotations
