@@ -51,14 +51,14 @@ def loss_of(parameters: Sequence[Tensor], x: Tensor) -> Tensor:
 
 def plan_of(graph: StepGraph) -> Plan:
     """Swap the second result of the op, and drop all else."""
-    names = [graph.op_name[graph.value_op[value]] for value in graph.saved.tolist()]
-    second = [row for row, name in enumerate(names) if "sine_and_count" in name][1]
+    op = next(op for op, name in enumerate(graph.op_name) if "sine_and_count" in name)
+    second = max(value for value in graph.saved.tolist() if graph.value_op[value] == op)
     changes = {}
     for row, value in enumerate(graph.saved.tolist()):
         use = int(graph.uses[graph.use_offsets[row]])
         begin = int(graph.op_tick[graph.value_op[value]])
         end = max(int(graph.saved_at[row]) + 1, int(graph.alone_at[row]))
-        way, copy_back_at = (Exit.SWAP, use) if row == second else (Exit.DROP, NEVER)
+        way, copy_back_at = (Exit.SWAP, use) if value == second else (Exit.DROP, NEVER)
         changes[value] = [
             Interval(begin, end, way, copy_back_at),
             Interval(use, graph.ticks),
@@ -86,11 +86,12 @@ def test_the_copy_of_a_value_counts_and_not_what_the_rerun_makes_of_it(room_bloc
     )
     with contextlib.closing(runtime), runtime:
         session = runtime.session
-        plan = None
+        plan: Plan | None = None
+        graph: StepGraph | None = None
         for index in range(8):
             for each in parameters:
                 each.grad = None
-            if plan is not None:
+            if graph is not None and plan is not None:
                 follow(session, [(graph, plan)])
             with runtime.step():
                 loss = loss_of(parameters, x)
