@@ -93,7 +93,6 @@ def _least_budget(cover: GreedyCover, away: _Away, droppable: Mask, *, drops: bo
     """Return what is live at the most if these values are dropped, and dropped again, whenever it can be."""
     graph, n = cover.graph, cover.graph.n_ops
     bytes_ = cover.bytes
-    gone_bytes = _sums(away.begin[droppable], away.gone[droppable], bytes_[droppable], n)
     # Unpacked by a node, and held by it until it ends: at the latest when another one unpacks.
     row = np.repeat(np.arange(len(graph.saved)), np.diff(graph.use_offsets))
     order = np.argsort(graph.uses, kind="stable")
@@ -104,15 +103,14 @@ def _least_budget(cover: GreedyCover, away: _Away, droppable: Mask, *, drops: bo
     until = np.maximum(until, at)
     used = droppable[row]
     held = _sums(at[used], until[used], bytes_[row[used]], n)
-    ordinary = np.append(graph.op_ordinary_bytes, graph.op_ordinary_bytes[-1:])
     watermark = np.append(graph.op_watermark_bytes, 0)
-    there = ordinary - gone_bytes
+    there = _there(cover, away, droppable)
     least = float((there + held + watermark).max())
     if not drops:
         return int(least)
     # And what rebuilding holds in front of the op that asks.
     work = _Work(cover, droppable)
-    nodes = _nodes(cover, away, droppable)
+    nodes = _nodes(cover, there, droppable)
     heap = [(-(node.beside + work.at_most(node.rows)), i) for i, node in enumerate(nodes)]
     heapq.heapify(heap)
     while heap and -heap[0][0] > least:
@@ -135,11 +133,16 @@ class _Node(NamedTuple):
     rows: list[int]
 
 
-def _nodes(cover: GreedyCover, away: _Away, droppable: Mask) -> list[_Node]:
-    """Return the nodes that ask for something that may be dropped."""
+def _there(cover: GreedyCover, away: _Away, droppable: Mask) -> Floats:
+    """Return what is live at each op, and behind the last one, while everything that may be dropped is gone."""
+    ordinary = cover.graph.op_ordinary_bytes
+    gone = away.begin[droppable], away.gone[droppable], cover.bytes[droppable]
+    return np.append(ordinary, ordinary[-1:]) - _sums(*gone, cover.graph.n_ops)
+
+
+def _nodes(cover: GreedyCover, there: Floats, droppable: Mask) -> list[_Node]:
+    """Return the nodes that ask for something that may be dropped; `there` as from `_there`."""
     graph, n = cover.graph, cover.graph.n_ops
-    gone = _sums(away.begin[droppable], away.gone[droppable], cover.bytes[droppable], n)
-    there = np.append(graph.op_ordinary_bytes, graph.op_ordinary_bytes[-1:]) - gone
     row = np.repeat(np.arange(len(graph.saved)), np.diff(graph.use_offsets))
     uses = np.flatnonzero(droppable[row])
     uses = uses[np.argsort(graph.uses[uses], kind="stable")]
@@ -167,7 +170,8 @@ def not_made_again(cover: GreedyCover) -> Mask:
     """
     work = _Work(cover, cover.droppable)
     found = np.zeros(len(cover.bytes), bool)
-    for node in _nodes(cover, _Away(cover), cover.droppable):
+    there = _there(cover, _Away(cover), cover.droppable)
+    for node in _nodes(cover, there, cover.droppable):
         if node.beside + work.at_most(node.rows) <= cover.budget_bytes:
             continue
         if work.plays >= _MOST_PLAYS or node.beside + work.exactly(node.rows) > cover.budget_bytes:
