@@ -54,8 +54,10 @@ for _ in range(6):
         loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-print(f"rank {rank} loss {loss.item()}", flush=True)
+told = f"rank {rank} loss {loss.item()}\n"
 if runtime:
     runtime.close()
-    print(f"rank {rank}: {runtime.report().verdict()}", flush=True)
+    told += f"rank {rank}: {runtime.report().verdict()}\n"
+# At once, with the ends of the lines: the lines of two processes can run together otherwise.
+print(told, end="", flush=True)
 dist.destroy_process_group()
