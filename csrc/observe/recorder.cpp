@@ -56,6 +56,19 @@ bool python_handles(c10::ArrayRef<const c10::IValue> inputs) {
          sabotage() != Sabotage::SubclassesUnseen;
 }
 
+// Whether the op is one of a trace whose sizes are symbols (torch.compile with dynamic shapes,
+// torch.export). It computes nothing, and to ask for a size would make the symbol a number for
+// good.
+bool has_symbolic_sizes(c10::ArrayRef<const c10::IValue> inputs) {
+  bool found = false;
+  for (const auto& x : inputs) {
+    for_each_tensor(x, [&](const at::Tensor& t, int) {
+      found |= t.defined() && t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+    });
+  }
+  return found;
+}
+
 bool (*g_is_pack_hook)(PyObject* hook) = nullptr;
 
 // Whether this is a thread of a backward that was called where a session is entered. Others have
@@ -154,7 +167,7 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& fn) {
   } else {
     auto inputs = fn.inputs();
     if (info->view_only || is_transparent(*info, inputs, session->device().is_cpu()) ||
-        python_handles(inputs)) {
+        python_handles(inputs) || has_symbolic_sizes(inputs)) {
       return nullptr;
     }
     ts.depth = 1;  // ops of the Python that may be asked below are not observed

@@ -202,3 +202,43 @@ def test_dynamo_does_not_trace_what_counts_a_write(backend: str) -> None:
             with pytest.raises(RuntimeError):
                 y.backward()
     runtime.close()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_function_keeps_its_dynamic_sizes(backend: str) -> None:
+    """One graph for all lengths: nothing may ask a traced tensor for a size that is a symbol."""
+
+    @torch.compile(backend=backend, dynamic=True)
+    def of_any_length(x: Tensor) -> Tensor:
+        return (x.sin() @ x.mT * x.shape[0]).sum()
+
+    def graphs_and_gradients() -> tuple[int, list[Tensor]]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        inputs = [torch.arange(3.0 * n).view(n, 3).requires_grad_() for n in (7, 9, 11, 13)]
+        for x in inputs:
+            of_any_length(x).backward()
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"], [x.grad for x in inputs]
+
+    graphs, wanted = graphs_and_gradients()
+    runtime = delta.Runtime("100%", device="cpu")
+    with runtime.step():
+        under_runtime, got = graphs_and_gradients()
+    runtime.close()
+    assert under_runtime == graphs == 1
+    assert all(torch.equal(*pair) for pair in zip(wanted, got, strict=True))
+
+
+def test_an_exported_program_keeps_its_dynamic_sizes() -> None:
+    class Exported(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.sin() * 2).sum(0)
+
+    runtime = delta.Runtime("100%", device="cpu")
+    with runtime.step():
+        program = torch.export.export(
+            Exported(), (torch.randn(7, 3),), dynamic_shapes=({0: torch.export.Dim("length")},)
+        )
+    runtime.close()
+    assert len(program.range_constraints) == 1
+    assert program.module()(torch.ones(11, 3)).shape == (3,)
