@@ -21,6 +21,9 @@ from delta_runtime.optimizer_hooks import OptimizerHook
 
 HookPair: TypeAlias = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
+_RESCUE_KEY = "TESTING_ONLY_GenericMode"
+"""The dispatch key whose fallback runs ops again that ran out of an accelerator's memory (csrc/observe/op_rescue.h)."""
+
 _attached: TorchHooks | None = None
 _torch_disable_saved_tensors_hooks = torch.autograd.graph.disable_saved_tensors_hooks
 
@@ -74,6 +77,8 @@ class TorchHooks:
         self._session.set_pump(self._pump)
         self._session.set_step_over(self.step_over)
         self._session.set_drain(self._drain)
+        if not self._on_cpu:
+            _let_higher_order_ops_pass()
         self._session.enter()
         raw_access.listen(self._session)
         saved_leaves.install()
@@ -103,6 +108,7 @@ class TorchHooks:
         """
         if not self.are_attached and self.thread is threading.current_thread():
             self._pop_pair()
+            _C.rescue_no_ops()
 
     def _pop_pair(self) -> None:
         above = self.above()
@@ -147,6 +153,20 @@ class TorchHooks:
         for pair in above:
             torch._C._autograd._push_saved_tensors_default_hooks(*pair)
         return above if found else None
+
+
+def _let_higher_order_ops_pass() -> None:
+    """Have torch.cond, flex_attention and their kin take no notice of `_RESCUE_KEY`.
+
+    They choose by dispatch keys what they do, and raise where one is on that they know nothing of. The ops that they
+    call have the key all the same. For good: without the runtime the key is never on.
+    """
+    key = torch._C._parse_dispatch_key(_RESCUE_KEY)
+    of_later_ones = torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
+    if key not in of_later_ones:
+        of_later_ones.append(key)
+        for op in torch._ops._higher_order_ops.values():
+            op.fallthrough(key)
 
 
 class disable(contextlib.ContextDecorator):  # noqa: N801  used like a function

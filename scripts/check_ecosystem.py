@@ -313,7 +313,7 @@ def _told(steps: int, rows: Mapping[str, Sequence[str]]) -> Told:
         dropped_bytes=size("dropped", 1),
         last_dropped_bytes=size("dropped", 0),
         last_rebuilt_bytes=size("recomputed", 0),
-        rescues=int(rows.get("rescues inside an allocation", ["0", "0"])[1].replace(",", "")),
+        rescues=int(rows.get("rescues", ["0", "0"])[1].replace(",", "")),
         kept={name[6:]: size(name, 0) for name in rows if name.startswith("kept: ")},
     )
 

@@ -18,6 +18,7 @@
 #include "bindings/ticket.h"
 #include "observe/data_setter.h"
 #include "observe/observer.h"
+#include "observe/op_rescue.h"
 #include "pool/cpu_pool.h"
 #include "rebuild/device_hash.h"
 #include "state/entered.h"
@@ -70,6 +71,8 @@ void bind_pool(py::module_& m) {
 
 // For tests and benchmarks.
 void bind_switches(py::module_& m) {
+  m.def("set_op_rescue_enabled", &set_op_rescue_enabled);
+  m.def("rescue_no_ops", [] { rescue_ops(false); }, "On this thread.");
   m.def(
       "set_sabotage", [](int which) { set_sabotage(static_cast<Sabotage>(which)); },
       "Break one rule of replay on purpose, for the tests that prove that the tests can fail; 0 "

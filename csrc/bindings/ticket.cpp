@@ -7,6 +7,7 @@
 
 #include "bindings/errors.h"
 #include "observe/observer.h"
+#include "observe/pack_hooks.h"
 #include "state/entered.h"
 #include "util/signals.h"
 

@@ -1,9 +1,11 @@
 #include "evict/eviction.h"
 
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/COW.h>
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 
 #include "pool/cpu_pool.h"
 #include "walk/tuning.h"
@@ -36,6 +38,25 @@ int64_t Eviction::look_ahead(int64_t need_bytes) {
   }
   return std::max<int64_t>(
       0, room - kTuning.slack_bytes - make_room(room, /*inside_allocation=*/false));
+}
+
+bool Eviction::rescue(int64_t need_bytes, int attempt) {
+  constexpr int most_attempts = 3;
+  if (attempt >= most_attempts || options_.device.is_cpu()) {
+    return false;
+  }
+  const bool all = attempt > 0;
+  const int64_t freed = evict(all ? std::numeric_limits<int64_t>::max() / 4 : need_bytes,
+                              /*inside_allocation=*/false, /*tells=*/false);
+  await_all_streams(options_.device);  // what they still used is free behind this
+  if (all || freed < need_bytes) {
+    c10::getDeviceAllocator(options_.device.type())->emptyCache();
+  }
+  Guard guard(lock_);
+  ++counters_.rescues;
+  counters_.rescued_bytes += freed;
+  events_.emit(EventKind::Rescue, nullptr, need_bytes, 0);
+  return freed > 0 || attempt + 1 < most_attempts;
 }
 
 bool Eviction::drop(Page& page) {
@@ -163,6 +184,10 @@ class Eviction::Carrying final : public Carrier {
 };
 
 int64_t Eviction::make_room(int64_t bytes, bool inside_allocation) {
+  return evict(bytes, inside_allocation, /*tells=*/true);
+}
+
+int64_t Eviction::evict(int64_t bytes, bool inside_allocation, bool tells) {
   Guard guard(lock_, std::defer_lock);
   if (!inside_allocation) {
     guard.lock();
@@ -188,7 +213,7 @@ int64_t Eviction::make_room(int64_t bytes, bool inside_allocation) {
     counters_.rescued_bytes += freed;
     events_.emit(EventKind::Rescue, nullptr, bytes, 0);
   }
-  if (freed < bytes) {
+  if (freed < bytes && tells) {
     note_shortfall(bytes - freed);
   }
   return freed;

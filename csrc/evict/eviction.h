@@ -30,11 +30,16 @@ class Eviction : public Part {
   int64_t look_ahead(int64_t need_bytes);
   // Frees at least `bytes` if it can. Returns what the allocator got back.
   int64_t make_room(int64_t bytes, bool inside_allocation);
+  // Makes room on an accelerator whose memory gave out, more with each attempt: what an op needs,
+  // then all that may leave, with what the allocator keeps for later. False: there is no more to be
+  // had.
+  bool rescue(int64_t need_bytes, int attempt);
   bool drop(Page& page);  // under the lock
 
  private:
   class Carrying;
 
+  int64_t evict(int64_t bytes, bool inside_allocation, bool tells);
   void wait_for(Transfer& transfer, Guard& guard);
   void note_shortfall(int64_t bytes);
 

@@ -20,6 +20,19 @@ double now_s() { return seconds_of(std::chrono::steady_clock::now()); }
 
 }  // namespace
 
+// On an accelerator whose memory gave out, room is made; not for what nobody waits for.
+c10::Storage SwapIn::memory_for(int64_t bytes, bool prefetch) {
+  for (int attempt = 0;; ++attempt) {
+    try {
+      return fresh_storage(bytes, options_.device, /*zeros=*/false);
+    } catch (const c10::OutOfMemoryError&) {
+      if (prefetch || !eviction_.rescue(bytes, attempt)) {
+        throw;
+      }
+    }
+  }
+}
+
 // Allocating may evict.
 bool SwapIn::begin(Page& page, bool prefetch) {
   std::optional<c10::StreamGuard> on;  // the memory is to be of the page's stream again
@@ -38,7 +51,7 @@ bool SwapIn::begin(Page& page, bool prefetch) {
     if (!prefetch && options_.budget_bytes > 0) {
       eviction_.look_ahead(page.bytes);
     }
-    storage = fresh_storage(page.bytes, options_.device, /*zeros=*/false);
+    storage = memory_for(page.bytes, prefetch);
   } catch (...) {
     {
       Guard guard(lock_);

@@ -23,6 +23,7 @@ class SwapIn : public Part {
  private:
   struct Wait;
 
+  c10::Storage memory_for(int64_t bytes, bool prefetch);
   c10::Storage take_if_there(Page& page, Wait& wait);
   void raise_lost(const Page& page) const;
 

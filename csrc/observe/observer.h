@@ -21,9 +21,6 @@ namespace delta {
 // tensors to bring back.
 at::RecordFunctionCallback observer_callback();
 
-// How the hook is told that some session packs saved tensors with.
-void set_is_pack_hook(bool (*is_pack_hook)(PyObject* hook));
-
 // An observer of the same kind that does nothing: what boxing and callbacks cost at the least.
 void enter_bare_observer();
 void leave_bare_observer();

@@ -465,11 +465,10 @@ class OpTable final {
   std::vector<Overload> overloads_;
 };
 
-}  // namespace
-
-OpInfo* op_info(const at::RecordFunction& fn) {
-  // Keyed by the schema's name pointer. Misses are not cached: another kind of range may reuse the
-  // address.
+// The facts of the op whose schema's name lies at `key`; nullptr where there is no such op. Misses
+// are not cached: another kind of range may reuse the address.
+template <class Find>
+OpInfo* latest_or(const void* key, const Find& find) {
   static OpTable& table = OpTable::instance();
   // In front of it: each thread's latest op by some bits of the pointer.
   constexpr size_t kSlots = 1024;
@@ -480,22 +479,30 @@ OpInfo* op_info(const at::RecordFunction& fn) {
   struct Latest {
     Known slots[kSlots];
   };
-  const void* key = fn.name();
   const auto bits = reinterpret_cast<uintptr_t>(key);
   Known& latest = per_thread<Latest>().slots[((bits >> 4) ^ (bits >> 14)) % kSlots];
   if (latest.key == key && !latest.info->is_gone.load(std::memory_order_relaxed)) {
     return latest.info;
   }
-  auto operator_name = fn.operator_name();
-  if (!operator_name.has_value()) {
-    return nullptr;
-  }
-  auto handle = c10::Dispatcher::singleton().findSchema(*operator_name);
+  const std::optional<c10::OperatorHandle> handle = find();
   if (!handle.has_value()) {
     return nullptr;
   }
   latest = {key, table.find_or_make(key, *handle)};
   return latest.info;
+}
+
+}  // namespace
+
+OpInfo* op_info(const at::RecordFunction& fn) {
+  return latest_or(fn.name(), [&]() -> std::optional<c10::OperatorHandle> {
+    const auto name = fn.operator_name();
+    return name.has_value() ? c10::Dispatcher::singleton().findSchema(*name) : std::nullopt;
+  });
+}
+
+OpInfo* op_info(const c10::OperatorHandle& op) {
+  return latest_or(op.schema().name().c_str(), [&] { return std::optional(op); });
 }
 
 uint64_t op_removals() { return OpTable::instance().removals.load(); }

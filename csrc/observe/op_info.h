@@ -74,6 +74,7 @@ struct OpInfo {
 // The facts of the op that `fn` announces, or nullptr where it is no operator (a user's range, a
 // region).
 OpInfo* op_info(const at::RecordFunction& fn);
+OpInfo* op_info(const c10::OperatorHandle& op);
 uint64_t op_removals();       // how often an op was found to be defined no more
 void forget_op_table_lock();  // in a forked child
 OpInfo* clone_op_info();

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <exception>
 
+#include "observe/op_rescue.h"
 #include "observe/operands.h"
 #include "observe/taper.h"
 #include "pool/cpu_pool.h"
@@ -218,6 +219,10 @@ void OpObserver::at_boundary(int64_t need_bytes, Guard& guard) {
   }
   if (tight) {
     eviction_.look_ahead(need_bytes);
+    if (!options_.device.is_cpu()) {
+      now_.was_tight = true;
+      rescue_ops(true);
+    }
   }
   if (stressed) {
     stress_.at_boundary();

@@ -1,10 +1,8 @@
 // The observer of atomic ops: which of them are announced, and to whom.
 #include <ATen/Context.h>
-#include <ATen/SavedTensorHooks.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -13,6 +11,7 @@
 
 #include "observe/observer.h"
 #include "observe/operands.h"
+#include "observe/pack_hooks.h"
 #include "state/entered.h"
 #include "state/session.h"
 
@@ -69,24 +68,10 @@ bool has_symbolic_sizes(c10::ArrayRef<const c10::IValue> inputs) {
   return found;
 }
 
-bool (*g_is_pack_hook)(PyObject* hook) = nullptr;
-
 // Whether this is a thread of a backward that was called where a session is entered. Others have
 // that thread's state too (those of a process group, of torch.jit.fork) and compute something else.
 bool is_of_our_backward() {
-  if (torch::autograd::get_current_graph_task_id() == -1) {
-    return false;
-  }
-  using Hooks = decltype(at::impl::SavedTensorDefaultHooksTLS::stack);
-  struct Opened : Hooks {  // a stack shows its top only
-    static const container_type& elements(const Hooks& hooks) { return hooks.*(&Opened::c); }
-  };
-  for (const auto& pair : Opened::elements(at::SavedTensorDefaultHooks::get_tls_state().stack)) {
-    if (g_is_pack_hook != nullptr && g_is_pack_hook(pair.first.ptr(getPyInterpreter()))) {
-      return true;
-    }
-  }
-  return false;
+  return torch::autograd::get_current_graph_task_id() != -1 && has_our_pack_hook();
 }
 
 // Tells of what an op writes that these sessions do not tape: all that watch, but for one.
@@ -226,8 +211,6 @@ at::RecordFunctionCallback with_tensors(at::RecordFunctionCallback callback) {
 at::RecordFunctionCallback observer_callback() {
   return with_tensors(at::RecordFunctionCallback(on_start, on_end));
 }
-
-void set_is_pack_hook(bool (*is_pack_hook)(PyObject* hook)) { g_is_pack_hook = is_pack_hook; }
 
 void enter_bare_observer() {
   TORCH_CHECK(g_bare == 0, "the bare observer is entered already");

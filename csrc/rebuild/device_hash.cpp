@@ -126,7 +126,8 @@ void DeviceHashes::take_space(Room& room, int64_t least) {
 void DeviceHashes::reserve(c10::StreamId stream) {
   const c10::OptionalDeviceGuard device(device_);
   const c10::StreamGuard on(c10::Stream(c10::Stream::UNSAFE, device_, stream));
-  Quiet quiet;
+  const Quiet quiet;
+  const WithoutRescue at_once;
   at::AutoDispatchBelowADInplaceOrView below;
   std::lock_guard<std::mutex> guard(mutex_);
   Room& room = rooms_[stream];
@@ -150,7 +151,8 @@ int32_t DeviceHashes::hash(const c10::Storage& storage, c10::StreamId stream) {
   const at::ScalarType word = aligned ? at::kLong : at::kByte;
   const c10::OptionalDeviceGuard device(device_);
   const c10::StreamGuard on(c10::Stream(c10::Stream::UNSAFE, device_, stream));
-  Quiet quiet;
+  const Quiet quiet;
+  const WithoutRescue at_once;
   at::AutoDispatchBelowADInplaceOrView below;
   std::lock_guard<std::mutex> guard(mutex_);
   int32_t row = -1;
@@ -221,7 +223,8 @@ int32_t DeviceHashes::hash(const c10::Storage& storage, c10::StreamId stream) {
 
 std::vector<Hash128> DeviceHashes::read() {
   const c10::OptionalDeviceGuard device(device_);
-  Quiet quiet;
+  const Quiet quiet;
+  const WithoutRescue at_once;
   at::AutoDispatchBelowADInplaceOrView below;
   std::lock_guard<std::mutex> guard(mutex_);
   const c10::StreamId current = current_stream_id(device_);

@@ -11,12 +11,18 @@ namespace delta {
 
 DeviceBytes device_bytes(c10::Device device) {
   const auto stats = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
-  return {stats.allocated_bytes[0].current, stats.allocated_bytes[0].peak};
+  return {stats.allocated_bytes[0].current, stats.allocated_bytes[0].peak, stats.num_alloc_retries};
 }
 
 void await_device(c10::Device device) {
   if (!device.is_cpu()) {
     c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
+  }
+}
+
+void await_all_streams(c10::Device device) {
+  if (!device.is_cpu()) {
+    c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
   }
 }
 

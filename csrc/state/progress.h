@@ -22,6 +22,7 @@ struct Progress : Moment {
   int64_t unpacks_before = 0;
   int64_t cloned_bytes = 0;  // of sources that were copied before they were written
   bool hopeless = false;     // even a rebuild from scratch had to pass the budget
+  bool was_tight = false;    // room was made for an op
 
   // Position in this step's order of produced values; -1: no op of this step made it. Values of an
   // earlier step have keys of that step, which are those of other values now.

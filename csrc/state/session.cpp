@@ -1,6 +1,9 @@
 #include "state/session.h"
 
+#include <utility>
+
 #include "observe/observer.h"
+#include "observe/op_rescue.h"
 #include "pool/cpu_pool.h"
 #include "rebuild/replay_thread.h"
 #include "rebuild/shortcuts.h"
@@ -27,6 +30,14 @@ void forget_thread(ThreadState& ts, Session* session) {
   ts.open.clear();
 }
 
+// Whether ops may run out of an accelerator's memory, as far as it can be seen before they do:
+// until some steps went as they were known to go, with room to spare.
+bool may_run_short(const Session& session) {
+  constexpr int64_t kQuietSteps = 8;
+  const Progress& now = session.state.now;
+  return now.was_tight || now.step - session.surprised_step < kQuietSteps;
+}
+
 SessionOptions with_vector_math_settled(SessionOptions options) {
   settle_vector_math();
   return options;
@@ -34,7 +45,12 @@ SessionOptions with_vector_math_settled(SessionOptions options) {
 
 }  // namespace
 
-Session::Session(SessionOptions options) : state(with_vector_math_settled(std::move(options))) {}
+Session::Session(SessionOptions options) : state(with_vector_math_settled(std::move(options))) {
+  if (!device().is_cpu()) {
+    sources.set_make_room(
+        [this](int64_t bytes, int attempt) { return eviction.rescue(bytes, attempt); });
+  }
+}
 
 void Session::enter() {
   TORCH_CHECK(!state.entered, "this runtime is entered already");
@@ -48,6 +64,8 @@ void Session::enter() {
     cpu_pool::set_rescue(&rescue);
     cpu_pool::reset_passed();
     state.account.set_budget(state.options.budget_bytes);
+  } else {
+    rescue_ops(may_run_short(*this));
   }
 }
 
@@ -59,6 +77,7 @@ void Session::leave() {
   auto& ts = thread_state();
   if (ts.session == this) {  // else the thread that entered it is gone
     forget_thread(ts, nullptr);
+    rescue_ops(false);
   }
   if (device().is_cpu()) {
     cpu_pool::set_rescue(nullptr);
@@ -85,7 +104,17 @@ void Session::begin_step() {
   on_device.begin_step();
   Guard guard(state.lock);
   outside.end_loans();
+  const bool was_tight = state.now.was_tight;
   state.now.begin_step(state.counters.packs, state.counters.unpacks);
+  if (!device().is_cpu()) {
+    const int64_t before =
+        std::exchange(surprises, state.counters.rescues + state.counters.plan_misses +
+                                     device_bytes(device()).retries);
+    if (was_tight || surprises != before || surprised_step == 0) {
+      surprised_step = state.now.step;
+    }
+    rescue_ops(may_run_short(*this));
+  }
   state.account.begin_step();
   state.profile.begin_step();
   state.counters.stuck_bytes = 0;

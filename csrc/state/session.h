@@ -38,6 +38,8 @@ struct Session : c10::intrusive_ptr_target {
   void forget_lock() { state.lock.forget(); }  // in a forked child
 
   SessionState state;
+  int64_t surprises = 0;  // rescues, values that no plan knew, and memory that was hard to find
+  int64_t surprised_step = 0;  // the latest that began behind one
   PlanTable plans{state};
   Sources sources{state};
   OutsideMemory outside{state, sources};

@@ -47,7 +47,7 @@ void Sources::clone(const ToClone& sources) {
       try {
         const c10::Storage old = storage_to_copy(*value);
         auto* allocator = c10::GetAllocator(old.device_type());
-        c10::DataPtr data = allocator->allocate(old.nbytes());
+        c10::DataPtr data = memory_for(*allocator, old.nbytes());
         allocator->copy_data(data.get(), old.data(), old.nbytes());
         copy = c10::Storage(c10::Storage::use_byte_size_t(), old.nbytes(), std::move(data),
                             allocator, true);
@@ -66,6 +66,18 @@ void Sources::clone(const ToClone& sources) {
     value->versions.clear();
     ++counters_.clones_on_write;
     now_.cloned_bytes += value->bytes;
+  }
+}
+
+c10::DataPtr Sources::memory_for(c10::Allocator& allocator, size_t bytes) const {
+  for (int attempt = 0;; ++attempt) {
+    try {
+      return allocator.allocate(bytes);
+    } catch (const c10::OutOfMemoryError&) {
+      if (!make_room_ || !make_room_(static_cast<int64_t>(bytes), attempt)) {
+        throw;
+      }
+    }
   }
 }
 

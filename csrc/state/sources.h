@@ -4,6 +4,9 @@
 // and spoiled where somebody wrote before that.
 #pragma once
 
+#include <functional>
+#include <utility>
+
 #include "state/session_state.h"
 
 namespace delta {
@@ -30,10 +33,17 @@ class Sources : public Part {
   // there is no room for that, what needs it raises when it is rebuilt. Without the lock.
   void clone(const ToClone& sources);
 
+  // How an accelerator's memory is made free for such a copy, more with each attempt; false: there
+  // is no more to be had.
+  using MakeRoom = std::function<bool(int64_t bytes, int attempt)>;
+  void set_make_room(MakeRoom make_room) { make_room_ = std::move(make_room); }
+
  private:
+  c10::DataPtr memory_for(c10::Allocator& allocator, size_t bytes) const;
   c10::Storage storage_to_copy(const Value& value);
 
   uint32_t epoch_ = 1;
+  MakeRoom make_room_;
 };
 
 }  // namespace delta

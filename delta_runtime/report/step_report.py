@@ -70,7 +70,7 @@ class StepTotals:
             the latter that could not be recomputed either.
         write_error, read_error: the errno of the first failure of each; 0 for none.
         out_stall_s, in_stall_s: seconds that the step waited for a lane.
-        rescues, rescued_bytes: times that an allocation itself had to ask for room.
+        rescues, rescued_bytes: times that an allocation itself had to ask for room, or that an op ran out of memory.
         shortfalls, shortfall_bytes: requests that could not be met, and the worst of them.
         audits, audit_failures: ops run once more while their results were there; of these, other results.
         unhashed: values of which an accelerator's full memory had no room for a hash: not compared.
@@ -498,7 +498,7 @@ class StepReport:
             count("came back different", "mismatches")
         if totals.unhashed:
             count("not compared for want of room", "unhashed")
-        count("rescues inside an allocation", "rescues")
+        count("rescues", "rescues")
         for reason, words in _REASONS.items():
             if totals.kept_bytes.get(reason):
                 table.add_row(

@@ -63,8 +63,12 @@ class Controls:
             self.fake.set_lost(lost)
 
     def capacity(self, bytes_: int) -> None:
+        """So much may be reserved; 0: all that there is."""
         if self.fake is not None:
             self.fake.set_capacity(bytes_)
+        elif TYPE == "cuda":
+            whole_bytes = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(bytes_ / whole_bytes, 1.0) or 1.0)
 
 
 @pytest.fixture(scope="session")

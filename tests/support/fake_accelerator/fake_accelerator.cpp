@@ -1178,6 +1178,18 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_backward_overrideable", convolution_backward);
 }
 
+// As an extension may be: it writes to `counter` and draws, of which its schema says nothing, before
+// it takes `bytes` of device memory past the dispatcher.
+at::Tensor reticent(const at::Tensor& x, const at::Tensor& counter, int64_t bytes) {
+  counter.add_(1.0);
+  const at::Tensor mask = at::bernoulli(x, 0.5);
+  const c10::DataPtr scratch = allocator().allocate(static_cast<size_t>(bytes));
+  return x.mul(mask);
+}
+
+TORCH_LIBRARY(fake, m) { m.def("reticent(Tensor x, Tensor counter, int bytes) -> Tensor"); }
+TORCH_LIBRARY_IMPL(fake, PrivateUse1, m) { m.impl("reticent", reticent); }
+
 // A copy resolves lazy conjugation and negation itself. Torch would resolve them with a clone
 // first, which is a copy.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
