@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/clone.h>
+#include <c10/core/impl/COW.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
@@ -76,12 +77,24 @@ bool tells_others(c10::DispatchKeySet keys, c10::ArrayRef<const c10::IValue> inp
   return saves;
 }
 
+// Whether some of it is a lazy clone. Where the memory for a true copy gives out, PyTorch has taken
+// the tensor from the clone's holders already: the next run would write into what is theirs.
+bool is_lazy(c10::ArrayRef<const c10::IValue> inputs) {
+  bool found = false;
+  for (const auto& x : inputs) {
+    for_each_tensor(x, [&](const at::Tensor& t, int) {
+      found |= is_plain(t) && c10::impl::cow::is_cow_data_ptr(t.storage().data_ptr());
+    });
+  }
+  return found;
+}
+
 // Whether another run gives what the first one would have given, once what `Given` keeps is put
 // back. Not of an op that is not certain: it may write, or draw, without saying so.
 bool may_run_again(const OpInfo& info, c10::DispatchKeySet keys,
                    c10::ArrayRef<const c10::IValue> inputs) {
   if (!info.certain || info.view_only || info.composite_accelerator || info.collective ||
-      info.moves_storage || info.never_replay || tells_others(keys, inputs)) {
+      info.moves_storage || info.never_replay || tells_others(keys, inputs) || is_lazy(inputs)) {
     return false;
   }
   for (size_t i = 0; i < inputs.size(); ++i) {

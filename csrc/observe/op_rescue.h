@@ -11,8 +11,8 @@
 //     that it may draw from are put back, and so is what it writes on the side (running
 //     statistics), of which there is a copy. An op that writes to its arguments in place, and one
 //     that is not PyTorch's own, is not run again: how far it came is not known.
-//     Nor is one whose runs somebody else counts: the saved-tensor hooks of a checkpoint number
-//     what autograd saves, and this kernel stands above autograd.
+//     Nor is one on a lazy clone, nor one whose runs somebody else counts: the saved-tensor hooks
+//     of a checkpoint number what autograd saves, and this kernel stands above autograd.
 //  3. Of a composite op the parts are rescued, each by itself: an allocation deep inside is tried
 //     again where it is made. What a part could not be given, the whole is not tried again for.
 //  4. The runtime's reruns, its copies back, and its copies of what is about to be overwritten are

@@ -62,7 +62,10 @@ bool has_symbolic_sizes(c10::ArrayRef<const c10::IValue> inputs) {
   bool found = false;
   for (const auto& x : inputs) {
     for_each_tensor(x, [&](const at::Tensor& t, int) {
-      found |= t.defined() && t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+      found |=
+          t.defined() && (t.unsafeGetTensorImpl()->has_symbolic_sizes_strides() ||
+                          (t.has_storage() &&
+                           t.storage().unsafeGetStorageImpl()->sym_nbytes().is_heap_allocated()));
     });
   }
   return found;

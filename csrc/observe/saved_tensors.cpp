@@ -81,7 +81,7 @@ void SavedTensors::count_kept(const at::Tensor& t, Page* page, KeptReason reason
     page->reason_step = now_.step;
   }
   counters_.kept_bytes[static_cast<int>(reason)] +=
-      t.has_storage() ? static_cast<int64_t>(t.storage().nbytes()) : 0;
+      t.has_storage() ? t.storage().sym_nbytes().maybe_as_int().value_or(0) : 0;
 }
 
 void SavedTensors::pack(const at::Tensor& t, Ticket& ticket) {

@@ -252,6 +252,19 @@ def test_what_writes_and_draws_unseen_is_not_run_again(device, controls):
         kept.sum().backward()
 
 
+def test_a_lazy_clone_is_not_run_again(device, controls):
+    """PyTorch may have counted it as no clone any more, and its memory as the tensor's own."""
+    with step(controls, device):
+        kept = chain(device)
+        lazy = torch._lazy_clone(torch.ones(1024, 256, device=device))
+        leave_room(controls, 100 << 10)
+        with pytest.raises(torch.OutOfMemoryError, match="not run again"):
+            nn.functional.layer_norm(lazy, (256,))
+        nn.functional.layer_norm(torch.ones(1024, 64, device=device), (64,))
+        release(controls)
+        kept.sum().backward()
+
+
 def test_the_steps_graph_is_the_same(device, controls):
     """What autograd saved for the run that failed is not counted."""
 
