@@ -55,6 +55,8 @@ from benchmarks.common import (
 from benchmarks.contenders import OFFLOADING, PEERS, HostLink, contender
 from delta_runtime import cpu_pool
 from delta_runtime.act.links import link_bytes_per_s
+from delta_runtime.core.plan import Plan
+from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.plan_cache import STEPS_TO_SETTLE
 from delta_runtime.planners.validate import validate
 from delta_runtime.planners.window_bound import window_bound
@@ -236,11 +238,13 @@ def compare(
     ours: dict[str, Kind] = {}
     failures: dict[str, str] = {}
     equal: dict[str, bool] = {}
+    planned: dict[str, tuple[StepGraph, Plan | None]] = {}
     for name in peers:
         runtime, failures[name] = settled(
             state, budgets[name], arguments.link if name in OFFLOADING else None
         )
         if runtime is not None:
+            planned[name] = runtime.graph(), runtime.plan()  # before steps of another kind
             within = functools.partial(cpu_pool.capacity, budgets[name])
             ours[name] = Kind(within, state, runtime)
             equal[name] = gradients(state, runtime) == gradients(state, None)
@@ -257,7 +261,7 @@ def compare(
             failures[name] = mine.failure
         bound_s, recorded_s, planned_s = None, 0.0, None
         if mine is not None and mine.runtime is not None:
-            graph, plan = mine.runtime.graph(), mine.runtime.plan()
+            graph, plan = planned[name]
             recorded_s = graph.seconds
             mine.runtime.close()
             if name not in OFFLOADING:
