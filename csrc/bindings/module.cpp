@@ -72,7 +72,6 @@ void bind_pool(py::module_& m) {
 // For tests and benchmarks.
 void bind_switches(py::module_& m) {
   m.def("set_op_rescue_enabled", &set_op_rescue_enabled);
-  m.def("rescue_no_ops", [] { rescue_ops(false); }, "On this thread.");
   m.def(
       "set_sabotage", [](int which) { set_sabotage(static_cast<Sabotage>(which)); },
       "Break one rule of replay on purpose, for the tests that prove that the tests can fail; 0 "
@@ -184,6 +183,10 @@ void bind_process(py::module_& m) {
         set_python_random(std::move(hooks));
       },
       "How the generators of Python and numpy are kept and put back around an op in Python.");
+  m.def(
+      "rescue_no_ops", [] { rescue_ops(false); },
+      "This thread's ops are not run again any more: autograd may put that back behind a "
+      "backward.");
   m.def("preallocate", &preallocate, py::call_guard<py::gil_scoped_release>(),
         "Take disk space for the first bytes of a file now; 0 or an errno.");
   m.def("forget_locks", &forget_locks,

@@ -18,8 +18,8 @@
 //  4. The runtime's reruns, its copies back, and its copies of what is about to be overwritten are
 //     rescued alike. What making room itself does is not, nor are hashes: to make room for them
 //     would wait for what runs them.
-//  5. Not rescued: what a __torch_dispatch__ calls. PyTorch takes all keys above Python's away
-//  there.
+//  5. What a __torch_dispatch__ calls is not rescued: PyTorch takes all keys above Python's away
+//     there.
 #pragma once
 
 namespace delta {
