@@ -1178,8 +1178,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_backward_overrideable", convolution_backward);
 }
 
-// As an extension may be: it writes to `counter` and draws, of which its schema says nothing, before
-// it takes `bytes` of device memory past the dispatcher.
+// As an extension may be: it writes to `counter` and draws, of which its schema says nothing,
+// before it takes `bytes` of device memory past the dispatcher.
 at::Tensor reticent(const at::Tensor& x, const at::Tensor& counter, int64_t bytes) {
   counter.add_(1.0);
   const at::Tensor mask = at::bernoulli(x, 0.5);
