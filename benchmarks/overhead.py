@@ -1,17 +1,19 @@
 """What does the runtime cost where it has nothing to do?
 
-A benchmark in three parts, each in one process with its contenders in turns:
-  (a) models: step time of M1 and M2 under a budget that never binds, over the ordinary steps around it; at most 1.02;
+A benchmark in four parts, each in one process with its contenders in turns:
+  (a) models: step time of M1 and M2 under a budget that never binds, over the ordinary steps around it: of idle steps,
+      at most 1.005, and of observed ones, at most 1.02;
   (b) ops: microseconds per atomic op of 24 tiny blocks, where launching is all that costs, of an ordinary step, of one
       under an empty RecordFunction callback that asks for inputs and outputs (the floor), under our observer without
       hooks, with the hooks, and as a whole `runtime.step()`; the observer costs at most 1.4 times the floor;
-  (c) saved tensors: microseconds per saved tensor, pack and unpack, of a managed tensor; at most 2.5.
-Takes about 3 minutes on two idle cores; needs no GPU. Exits 1 if a limit is missed.
+  (c) saved tensors: microseconds per saved tensor, pack and unpack, of a managed tensor; at most 2.5;
+  (d) tiny: as (a), of a net of 726 tiny ops, where launching is all that a step takes: of idle steps, at most 1.03.
+Takes about 4 minutes on two idle cores; needs no GPU. Exits 1 if a limit is missed.
 
-    python -m benchmarks.overhead [--parts models,ops,saved] [--models resnet50,gpt] [--rounds 15] [--json FILE]
+    python -m benchmarks.overhead [--parts models,ops,saved,tiny] [--models resnet50,gpt] [--rounds 15] [--json FILE]
 
-Differences are taken within each round; what is reported are medians with their quartiles. Parts (b) and (c) run four
-times as many rounds, on one thread.
+Differences are taken within each round; what is reported are medians with their quartiles. Parts (b), (c) and (d) run
+four times as many rounds, on one thread.
 """
 
 from __future__ import annotations
@@ -44,17 +46,21 @@ from benchmarks.common import (
     write_json,
 )
 from delta_runtime import _C, cpu_pool
-from delta_runtime.core.units import format_seconds
+from delta_runtime.idle_steps import QUIET_STEPS, IdleSteps
 from delta_runtime.known_step import CALIBRATION_STEPS
 from scripts.train_plain import THREADS
 
+IDLE_LIMIT = 1.005
+TINY_LIMIT = 1.03
 MODEL_LIMIT = 1.02
 FLOOR_LIMIT = 1.4
 SAVED_LIMIT_US = 2.5
 NEVER_BINDS = "100%"
-PARTS = ("models", "ops", "saved")
+PARTS = ("models", "ops", "saved", "tiny")
 SMALL_ROUNDS = 4
-"""Rounds of parts (b) and (c) for one of part (a): they are short, and noisier."""
+"""Rounds of the other parts for one of part (a): they are short, and noisier."""
+SETTLED = CALIBRATION_STEPS + QUIET_STEPS + 1
+"""Steps before the first idle one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,37 +125,82 @@ def bench_model(name: str, rounds: int) -> list[Figure]:
     """Step time under a budget that never binds, over the ordinary steps before and after it."""
     workload = BENCH_WORKLOADS[name]
     state = workload.build(SEED)
-    runtime = delta.Runtime(NEVER_BINDS, device="cpu")
     index = 0
 
-    def step(managed: bool) -> float:
+    def step(runtime: delta.Runtime | None) -> float:
         nonlocal index
         index += 1
         batch = state.batch(index)
         gc.collect()
         begin = time.perf_counter()
-        train_step(state, batch, runtime if managed else None)
+        train_step(state, batch, runtime)
         return time.perf_counter() - begin
 
-    step(managed=False)
-    for _ in range(CALIBRATION_STEPS + 1):
-        step(managed=True)
-    ratios = []
-    before = step(managed=False)
-    for turn in range(rounds):
-        managed_s = step(managed=True)
-        after = step(managed=False)
-        ratios.append(2 * managed_s / (before + after))
-        console.print(
-            f"  {name} {turn + 1}/{rounds}: ordinary {format_seconds(after)}, managed "
-            f"{format_seconds(managed_s)}, ratio {ratios[-1]:.3f}"
-        )
-        before = after
-    if runtime.report().totals.drops:
-        raise RuntimeError("the budget was meant never to bind, but something was dropped")
-    runtime.close()
+    idle, observed = over_ordinary(step, rounds)
     return [
-        Figure("models", f"{workload.title}: step time ratio", "", Spread.of(ratios), MODEL_LIMIT)
+        Figure("models", f"{workload.title}: idle step over ordinary", "", idle, IDLE_LIMIT),
+        Figure("models", f"{workload.title}: observed step", "", observed, MODEL_LIMIT),
+    ]
+
+
+def over_ordinary(
+    step: Callable[[delta.Runtime | None], float], rounds: int, **options: Any
+) -> tuple[Spread, Spread]:
+    """Return what idle steps take over the ordinary ones around them, and what observed ones do.
+
+    Args:
+        step: runs one, without a runtime or in one; returns its seconds.
+        rounds: of both kinds, in turns.
+        options: of the runtimes.
+    """
+    ratios: dict[delta.Runtime, list[float]] = {}
+    step(None)
+    for idle in (True, False):
+        runtime = delta.Runtime(NEVER_BINDS, device="cpu", **options)
+        if not idle:
+            runtime.steps.idle = IdleSteps(0)  # which no step fits
+        for _ in range(SETTLED):
+            step(runtime)
+            runtime.wait_for_plan()
+        ratios[runtime] = []
+    before = step(None)
+    for _ in range(rounds):
+        for runtime, mine in ratios.items():
+            managed_s = step(runtime)
+            after = step(None)
+            mine.append(2 * managed_s / (before + after))
+            before = after
+    idle_steps = [runtime.report().totals.idle_steps for runtime in ratios]
+    if any(runtime.report().totals.drops for runtime in ratios) or idle_steps[0] < rounds / 2:
+        raise RuntimeError("the budget was meant never to bind, but something was done")
+    for runtime in ratios:
+        runtime.close()
+    return tuple(Spread.of(each) for each in ratios.values())
+
+
+# ------------------------------------------------------------------------------------------- (d) tiny
+
+
+def bench_tiny(rounds: int) -> list[Figure]:
+    """Return the same as of the models, of a net of tiny ops."""
+    torch.manual_seed(SEED)
+    layers = [each for _ in range(60) for each in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]
+    model = nn.Sequential(*layers)
+    parameters = list(model.parameters())
+    x = torch.randn(32, 64)
+
+    def step(runtime: delta.Runtime | None) -> float:
+        for parameter in parameters:
+            parameter.grad = None
+        begin = time.perf_counter()
+        with runtime.step() if runtime else contextlib.nullcontext():
+            model(x).sum().backward()
+        return time.perf_counter() - begin
+
+    idle, observed = over_ordinary(step, rounds, min_bytes=0)
+    return [
+        Figure("tiny", "726 tiny ops: idle step over ordinary", "", idle, TINY_LIMIT),
+        Figure("tiny", "726 tiny ops: observed step", "", observed),
     ]
 
 
@@ -190,6 +241,7 @@ def bench_ops(rounds: int) -> list[Figure]:
     hooks = (session.pack_hook(), session.unpack_hook())
     # min_bytes=0: everything that this tiny model saves is managed, as a large model's is.
     runtime = delta.Runtime(NEVER_BINDS, device="cpu", min_bytes=0)
+    runtime.steps.idle = IdleSteps(0)  # which no step fits: all are observed
 
     @contextlib.contextmanager
     def floor() -> Any:
@@ -409,6 +461,9 @@ def main(argv: list[str] | None = None) -> int:
     if "saved" in arguments.parts:
         console.print(f"  saved tensors: {SMALL_ROUNDS * arguments.rounds} rounds")
         results.figures += bench_saved(SMALL_ROUNDS * arguments.rounds)
+    if "tiny" in arguments.parts:
+        console.print(f"  tiny ops: {SMALL_ROUNDS * arguments.rounds} rounds")
+        results.figures += bench_tiny(SMALL_ROUNDS * arguments.rounds)
     results.show()
     write_json(
         arguments.json,

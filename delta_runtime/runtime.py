@@ -25,7 +25,14 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from delta_runtime import cpu_pool, entered, failed_backward, python_random, raw_access
+from delta_runtime import (
+    cpu_pool,
+    entered,
+    failed_backward,
+    python_random,
+    raw_access,
+    torch_hooks,
+)
 from delta_runtime.act.pinning import pinning
 from delta_runtime.act.tiers import Tiers, open_tiers
 from delta_runtime.config import Config, Launched, check_requested, planning_requested
@@ -149,8 +156,24 @@ class Runtime:
             if runtime := this():
                 runtime._after_step()
 
+        def behind_optimizer() -> None:
+            if runtime := this():
+                runtime._behind_optimizer()
+
+        def wake(_: int) -> None:
+            if runtime := this():
+                runtime._wake()
+
+        self.session.set_wake(wake)
         self.steps = Steps(
-            self.session, config, policy, self.device, self.budget_bytes, tiers, after_step
+            self.session,
+            config,
+            policy,
+            self.device,
+            self.budget_bytes,
+            tiers,
+            after_step,
+            behind_optimizer,
         )
         self.hooks = TorchHooks(
             self.session,
@@ -165,6 +188,7 @@ class Runtime:
         self._depth = 0
         self._entering_s = 0.0
         self._alone = False  # the step that goes on is left alone
+        self._idle = False  # or idle, and nothing has woken the runtime up
         self._closed = False
 
     def _new_session(self, config: Config, policy: Policy, tiers: Tiers) -> _C.Session:
@@ -257,11 +281,8 @@ class Runtime:
             raise UsageError("runtime.step() inside runtime.step().", change="Leave the first one.")
         self.steps.raise_refusal()
         called_s = time.perf_counter()
-        alone = self._depth == 0 and self.steps.aside.leaves_next and not self._closed
-        # What was dropped in a step before, and is yet to be made again, needs us to see what is written.
-        if alone and not self.session.levels().dropped_now_bytes:
-            entered.claim(self)
-            self._depth, self.steps.in_block, self._alone = 1, True, True
+        if self._depth == 0 and not self._closed and self._looks_away():
+            self._depth, self.steps.in_block = 1, True
             self.steps.begin_alone()
             return
         self._enter()
@@ -275,12 +296,76 @@ class Runtime:
         self.steps.in_block = True
         self._entering_s = self.steps.begin_s - called_s
 
+    def _looks_away(self) -> bool:
+        """Begin a block whose step is not observed, if it need not be; return whether it was begun."""
+        # What was dropped in a step before, and is yet to be made again, needs us to see what is written.
+        self._alone = self.steps.aside.leaves_next and not self.session.levels().dropped_now_bytes
+        if self._alone or self._may_be_idle():
+            entered.claim(self)
+            self._idle = not self._alone and self._begin_idle()
+            if self._alone or self._idle:
+                return True
+            entered.release(self)
+        return False
+
+    def _may_be_idle(self) -> bool:
+        # Who wakes up puts the runtime's hooks below all others: there must not be any yet.
+        return self.steps.idle.may_begin(self.session.live_bytes()) and not torch_hooks.any_hooks()
+
+    def _begin_idle(self) -> bool:
+        idle = self.steps.idle
+        return self.session.begin_idle(idle.most_bytes(self.session.live_bytes()), idle.share)
+
+    def _behind_optimizer(self) -> None:
+        """End a step outside of a block, and begin the next."""
+        if self.hooks.thread is not threading.current_thread():
+            if not self._idle:
+                self.steps.end_and_begin()
+            return
+        if not self._end_idle():
+            self.steps.finish()
+        self._fall_idle()
+        if self._idle:
+            self.steps.begin_alone()
+        else:
+            self.hooks.wake_up()
+            self.steps.begin()
+
+    def _fall_idle(self) -> None:
+        """Have the step that begins outside of a block be an idle one, if it may."""
+        if self.hooks.above():  # of others who will take theirs away, in their order
+            return
+        if self.steps.idle.may_begin(self.session.live_bytes()):
+            self.hooks.doze()
+            self._idle = not torch_hooks.any_hooks() and self._begin_idle()
+
+    def _end_idle(self) -> bool:
+        """End an idle step outside of a block, if one goes on; return whether it did. The hooks still doze."""
+        idle, self._idle = self._idle, False
+        if idle:
+            self.session.end_idle()
+            self._finish_alone(whole=True, idle=True)
+        return idle
+
+    def _wake(self) -> None:
+        """Have the rest of an idle step observed. Called by its first op that is not known."""
+        if not self._idle or self._closed:
+            return
+        if not torch_hooks.hooks_are_on():  # observes the next step instead
+            self.steps.idle.forget()
+            return
+        self.hooks.wake_up()
+        self._idle = False
+        self.steps.begin()
+        if self.steps.in_block:
+            self.session.set_step_over(None)
+
     def _leave_step(self, error: BaseException | None) -> None:
         if self._is_left():
             self.steps.in_block = False
             return
         self.steps.in_block = False
-        if self._alone:
+        if self._alone or self._idle:
             self._leave_alone(whole=error is None)
             return
         called_s = time.perf_counter()
@@ -314,11 +399,14 @@ class Runtime:
             raise UsageError(
                 "this runtime is entered on another thread.", change="Use it on one thread."
             )
+        elif self._end_idle():
+            self.hooks.wake_up()
+            self.steps.begin()
         self._depth += 1
 
     def _leave(self, error: BaseException | None = None) -> None:
         try:
-            if self._depth == 1:
+            if self._depth == 1 and not self._end_idle():
                 self.steps.finish()
                 if error is None:
                     self.steps.judge()
@@ -338,18 +426,25 @@ class Runtime:
             raise self.infeasible() from error
 
     def _leave_alone(self, *, whole: bool) -> None:
-        self._alone, self._depth = False, 0
+        idle = self._idle
+        self._alone, self._idle, self._depth = False, False, 0
+        self.session.end_idle()
         entered.release(self)
-        peak_bytes = self.steps.finish_alone(whole=whole)
+        self._finish_alone(whole=whole, idle=idle)
+
+    def _finish_alone(self, *, whole: bool, idle: bool) -> None:
+        peak_bytes = self.steps.finish_alone(whole=whole, idle=idle)
         if self.config.report == "step":
             steps = self.steps.totals.steps
-            _tell(f"step {steps}: left alone, peak {format_bytes(peak_bytes)}")
+            how = "idle" if idle else "left alone"
+            _tell(f"step {steps}: {how}, peak {format_bytes(peak_bytes)}")
 
     def abandon(self) -> None:
         """End the runtime from a thread that is not the one it was entered on: that one ended meanwhile."""
-        self.steps.in_block = self._alone = False
+        self.steps.in_block = self._alone = self._idle = False
         self._closed = True
         self._depth = 0
+        self.session.end_idle()
         self.hooks.entry += 1
         self.hooks.abandon()
         self.steps.stop_planning()

@@ -38,6 +38,7 @@ from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.units import format_bytes
 from delta_runtime.core.warn import warn
 from delta_runtime.extension import _C, shielded
+from delta_runtime.idle_steps import IdleSteps
 from delta_runtime.known_step import StepCost
 from delta_runtime.online.policies import Policy, Stress
 from delta_runtime.plan_cache import PlanCache
@@ -64,6 +65,7 @@ class Steps:
         budget_bytes: that it was given.
         tiers: below the device.
         after_step: called behind each step that was observed.
+        behind_optimizer: called behind an optimizer's step where no block goes on: ends the step, and begins the next.
     """
 
     def __init__(
@@ -75,12 +77,14 @@ class Steps:
         budget_bytes: int,
         tiers: Tiers,
         after_step: Callable[[], None],
+        behind_optimizer: Callable[[], None],
     ) -> None:
         self._session = session
         self._config = config
         self._policy = policy
         self._on_cpu = device.type == "cpu"
         self._after_step = after_step
+        self._behind_optimizer = behind_optimizer
         self._budget_bytes = budget_bytes
         self.pump = Pump(session, policy, tiers, checked=config.check)
         self.totals = StepTotals()
@@ -102,6 +106,8 @@ class Steps:
         """The graphs that are known, and their plans."""
         self.aside = StandingAside()
         """Which steps are left alone."""
+        self.idle = IdleSteps(budget_bytes)
+        """Which steps are idle."""
         self.around_s = 0.0
         """Seconds that entering and leaving the last step took, planning left out."""
         self.in_block = False
@@ -208,7 +214,8 @@ class Steps:
     def after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Take in that it has stepped."""
         self._session.set_taping(True)
-        self.on_step_over(0)
+        if not self.in_block:
+            self._behind_optimizer()
         self.judge()  # of a closure
 
     def judge(self) -> None:
@@ -229,29 +236,35 @@ class Steps:
     def begin_alone(self) -> None:
         """Begin a step of which nothing is observed; for what it does, the runtime is not there."""
         self.begin_s = time.perf_counter()
-        _C.cpu_pool.reset_step_peak()
+        self._session.begin_alone()
 
-    def finish_alone(self, *, whole: bool) -> int:
+    def finish_alone(self, *, whole: bool, idle: bool) -> int:
         """End such a step.
 
         Args:
             whole: whether it did not raise.
+            idle: whether it was an idle one.
 
         Returns:
             Its peak, in bytes.
         """
         seconds = time.perf_counter() - self.begin_s
-        peak_bytes: int = _C.cpu_pool.step_peak_bytes() + self.totals.uncounted_bytes
+        peak_bytes: int = self._session.alone_peak_bytes()
         totals = self.totals
         self.totals = replace(
             totals,
             steps=totals.steps + 1,
-            alone_steps=totals.alone_steps + 1,
+            alone_steps=totals.alone_steps + (not idle),
+            idle_steps=totals.idle_steps + idle,
             over_budget_steps=totals.over_budget_steps + (peak_bytes > self._budget_bytes),
             peak_bytes=max(totals.peak_bytes, peak_bytes),
         )
         self.planning.trained(seconds)
-        if whole:
+        if idle:
+            if self.idle.was_idle(peak_bytes):
+                self._session.forget_first_ops()
+                self._warnings.over_budget(peak_bytes, self.bounds(), self.limit_bytes)
+        elif whole:
             self.aside.was_alone(seconds)
         return peak_bytes
 
@@ -280,6 +293,7 @@ class Steps:
             counters,
             steps=before.steps + 1,
             alone_steps=before.alone_steps,
+            idle_steps=before.idle_steps,
             over_budget_steps=before.over_budget_steps + over,
             peak_bytes=max(before.peak_bytes, step_peak_bytes),
             uncounted_bytes=levels.uncounted_bytes,
@@ -355,18 +369,30 @@ class Steps:
         if limit_bytes != self.limit_bytes:
             self.limit_bytes = limit_bytes
             self._session.set_budget(limit_bytes)
-        if marked and self._may_stand_aside:
+        if marked and self._on_cpu and self._may_look_away:
             self.aside.saw(cost, settled=self.plans.relieved)
+        if self._may_look_away:
+            self._see_whether_idle(cost, last)
 
     @property
-    def _may_stand_aside(self) -> bool:
-        """Whether steps may be left alone, where their beginning and end are told."""
+    def _may_look_away(self) -> bool:
+        """Whether there may be steps that are not observed."""
         return (
-            self._on_cpu
-            and not self._config.strict
+            not self._config.strict
+            and not self._config.check
+            and bool(self._policy.evicts_to)
             and self._policy.stress is Stress.NONE
             and self.trace is None
         )
+
+    def _see_whether_idle(self, cost: StepCost, last: StepTotals) -> None:
+        done = last.drops + last.swap_outs + last.written_back_bytes + last.plan_actions
+        done += last.rescues + last.shortfalls + last.boundary_evictions + last.mismatches
+        if done or not last.peak_bytes <= self._budget_bytes == self.limit_bytes:
+            self.idle.forget()
+            self._session.forget_first_ops()
+        elif cost.whole and not self._logged and self.idle.saw_quiet(cost):
+            self._session.remember_first_ops()
 
     def _followed_plan(self, last: StepTotals) -> bool:
         """Whether the last step was the recorded one, backward included, and its seconds were seen.

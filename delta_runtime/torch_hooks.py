@@ -90,9 +90,31 @@ class TorchHooks:
         torch.autograd.graph.disable_saved_tensors_hooks = _disable_saved_tensors_hooks
         optimizer_hooks.attach(self._before_optimizer, self._after_optimizer)
 
+    def doze(self) -> None:
+        """Take away what `attach` put in place, but go on being told of optimizers' steps. Idempotent."""
+        global _attached
+        self.detach()
+        _attached = self
+        optimizer_hooks.attach(self._before_optimizer, self._after_optimizer)
+
+    def wake_up(self) -> None:
+        """Put all in place, below all hooks that are there. Nothing where it is in place."""
+        if self.are_attached:
+            return
+        self.entry += 1
+        above = _take_all()
+        try:
+            self.attach(above)
+        except BaseException:
+            self.detach()
+            if not any_hooks():
+                _put(above)
+            raise
+
     def detach(self) -> None:
         """Take away what `attach` put in place, or as much of it as there is. Idempotent."""
         if not self.are_attached:
+            self._doze_no_more()
             return
         self.are_attached = False
         try:
@@ -123,11 +145,14 @@ class TorchHooks:
         self.are_attached = False
         self._take_from_process()
 
-    def _take_from_process(self) -> None:
+    def _doze_no_more(self) -> None:
         global _attached
         if _attached is self:
             _attached = None
         optimizer_hooks.detach(self._before_optimizer)
+
+    def _take_from_process(self) -> None:
+        self._doze_no_more()
         torch.autograd.graph.disable_saved_tensors_hooks = _torch_disable_saved_tensors_hooks
         self._session.leave()
         self._session.set_pump(None)
@@ -141,18 +166,37 @@ class TorchHooks:
 
         None where ours are not there.
         """
-        above: list[HookPair] = []
-        found = False
-        while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-            found = top[0] is self.pair[0]
-            if found:
-                break
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            above.append(top)
-        above.reverse()
-        for pair in above:
-            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+        above = _take_all(down_to=self.pair)
+        found = any_hooks()
+        _put(above)
         return above if found else None
+
+
+def hooks_are_on() -> bool:
+    """Whether saved-tensor hooks may be put in place: not within torch.func, for instance."""
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()
+
+
+def any_hooks() -> bool:
+    """Whether anybody has saved-tensor hooks in place on this thread."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _take_all(down_to: HookPair | None = None) -> list[HookPair]:
+    """Take away all saved-tensor hooks that are above the pair, or all there are. Return them, lowest first."""
+    taken: list[HookPair] = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        if down_to is not None and top[0] is down_to[0]:
+            break
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        taken.append(top)
+    taken.reverse()
+    return taken
+
+
+def _put(pairs: Sequence[HookPair]) -> None:
+    for pair in pairs:
+        torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
 def _let_higher_order_ops_pass() -> None:
@@ -175,6 +219,7 @@ class disable(contextlib.ContextDecorator):  # noqa: N801  used like a function
     def __init__(self) -> None:
         self._hooks: TorchHooks | None = None
         self._entry = 0  # that this is inside of
+        self._dozed = False
         self._above: Sequence[HookPair] = ()
 
     def _recreate_cm(self) -> disable:
@@ -183,10 +228,11 @@ class disable(contextlib.ContextDecorator):  # noqa: N801  used like a function
     @shielded
     def __enter__(self) -> None:
         hooks = _attached
+        _C.end_idle()  # what is left of an idle step is none of the runtime's business
         if hooks is None or hooks.thread is not threading.current_thread():
             return
         self._above = hooks.above() or ()
-        self._hooks, self._entry = hooks, hooks.entry
+        self._hooks, self._entry, self._dozed = hooks, hooks.entry, not hooks.are_attached
         hooks.detach()
 
     @shielded
@@ -199,6 +245,9 @@ class disable(contextlib.ContextDecorator):  # noqa: N801  used like a function
                 "delta_runtime: a block of delta_runtime.disable() ended on another thread than the one "
                 "it began on. The runtime stays off until it is left and entered again.",
             )
+            return
+        if self._dozed:
+            hooks.doze()
             return
         for _pair in self._above:
             torch._C._autograd._pop_saved_tensors_default_hooks()

@@ -187,6 +187,14 @@ void bind_process(py::module_& m) {
       "rescue_no_ops", [] { rescue_ops(false); },
       "This thread's ops are not run again any more: autograd may put that back behind a "
       "backward.");
+  m.def(
+      "end_idle",
+      [] {
+        if (IdleStep* idle = thread_state().idle) {
+          idle->end();
+        }
+      },
+      "What is left of an idle step on this thread has nothing to do with the runtime.");
   m.def("preallocate", &preallocate, py::call_guard<py::gil_scoped_release>(),
         "Take disk space for the first bytes of a file now; 0 or an errno.");
   m.def("forget_locks", &forget_locks,

@@ -174,6 +174,13 @@ void bind_life(SessionClass& c) {
           "stop_lanes", [](Session& s) { s.tiers.stop(); },
           py::call_guard<py::gil_scoped_release>(),
           "Ends the lanes' threads; what comes later is copied at once.")
+      .def(
+          "begin_idle", &Session::begin_idle, py::arg("most_bytes"), py::arg("share"),
+          "Instead of entering: look at the first ops, and wake up where one is not known; and at "
+          "the memory at a share of all ops, and wake up where more is live. False where something "
+          "that is saved has to be watched.")
+      .def(
+          "end_idle", [](Session& s) { s.idle.end(); }, "Look no more. Idempotent, on any thread.")
       .def("begin_step", &Session::begin_step)
       .def("end_step", &Session::end_step)
       .def("forget_past", [](Session& s) { s.state.pages.forget_past(); })
@@ -218,7 +225,12 @@ void bind_memory(SessionClass& c) {
       .def("make_room",
            [](Session& s, int64_t bytes) { return s.eviction.make_room(bytes, false); })
       .def("set_budget", [](Session& s, int64_t bytes) { s.state.account.set_budget(bytes); })
-      .def("live_bytes", [](const Session& s) { return s.state.account.live_bytes(); });
+      .def("live_bytes", [](const Session& s) { return s.state.account.live_bytes(); })
+      .def("begin_alone", [](Session& s) { s.state.account.begin_alone(); })
+      .def(
+          "alone_peak_bytes", [](const Session& s) { return s.state.account.alone_peak_bytes(); },
+          "The most that was live since nobody observed any more; on an accelerator what is live "
+          "now, where its allocator has seen no more than before.");
 }
 
 // Who decides what goes.
@@ -230,6 +242,14 @@ void bind_policy(SessionClass& c) {
           "set_step_over",
           [](Session& s, py::object f) { s.ops.set_step_over(callback_of(std::move(f))); },
           "Called when backward is over and another op begins.")
+      .def(
+          "set_wake", [](Session& s, py::object f) { s.idle.set_wake(callback_of(std::move(f))); },
+          "Called at an op of an idle step that is not known, to have the runtime entered.")
+      .def(
+          "remember_first_ops", [](Session& s) { s.idle.first_ops.remember(); },
+          "The step that was observed last fits: one that begins as it did may be idle.")
+      .def(
+          "forget_first_ops", [](Session& s) { s.idle.first_ops.forget(); }, "None may be.")
       .def("set_taping", [](Session& s, bool on) { s.ops.set_taping(on); })
       .def("set_default_weight",
            [](Session& s, int w) { s.plans.set_default_weight(static_cast<DefaultWeight>(w)); })

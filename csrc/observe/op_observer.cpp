@@ -20,32 +20,12 @@ constexpr size_t kMostFacts = 1 << 18;
 // not kept: a rollout or an evaluation would else hold the records of all it has done.
 constexpr int32_t kMostDepth = 512;
 
-uint64_t mix_geometry(uint64_t h, const at::Tensor& t) {
-  if (!t.defined() || !t.has_storage()) {
-    return mix(h, 7);
-  }
-  h = mix(h, static_cast<uint64_t>(t.scalar_type()) + 31 * static_cast<uint64_t>(t.dim()));
-  for (auto n : t.sizes()) {
-    h = mix(h, static_cast<uint64_t>(n));
-  }
-  return h;
-}
-
 bool is_training(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs) {
   if (info.training_argument < 0) {
     return true;
   }
   const auto& x = inputs[static_cast<size_t>(info.training_argument)];
   return !x.isBool() || x.toBool();
-}
-
-bool any_needs_grad(c10::ArrayRef<const c10::IValue> inputs) {
-  bool found = false;
-  for (const auto& x : inputs) {
-    for_each_tensor(x,
-                    [&](const at::Tensor& t, int) { found |= t.defined() && t.requires_grad(); });
-  }
-  return found;
 }
 
 }  // namespace

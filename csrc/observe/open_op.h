@@ -51,10 +51,12 @@ struct OpenOp {
   ska::flat_hash_set<const Page*> input_set_;  // of long lists, filled when it is asked for
 };
 
+class IdleStep;
 struct Session;
 
 struct ThreadState {
   Session* session = nullptr;  // entered on this thread
+  IdleStep* idle = nullptr;    // that goes on here
   // A session that is entered on another one; held while an op runs here.
   c10::intrusive_ptr<c10::intrusive_ptr_target> visited;
   int depth = 0;

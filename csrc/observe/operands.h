@@ -3,6 +3,8 @@
 
 #include <ATen/core/ivalue.h>
 
+#include "util/hash.h"
+
 namespace delta {
 
 // Calls f(tensor, index in a list or -1) for each tensor of an argument or result.
@@ -18,6 +20,27 @@ void for_each_tensor(const c10::IValue& x, const F& f) {
       }
     }
   }
+}
+
+inline bool any_needs_grad(c10::ArrayRef<const c10::IValue> inputs) {
+  bool found = false;
+  for (const auto& x : inputs) {
+    for_each_tensor(x,
+                    [&](const at::Tensor& t, int) { found |= t.defined() && t.requires_grad(); });
+  }
+  return found;
+}
+
+// Adds dtype and sizes of a tensor to a hash.
+inline uint64_t mix_geometry(uint64_t h, const at::Tensor& t) {
+  if (!t.defined() || !t.has_storage()) {
+    return mix(h, 7);
+  }
+  h = mix(h, static_cast<uint64_t>(t.scalar_type()) + 31 * static_cast<uint64_t>(t.dim()));
+  for (auto n : t.sizes()) {
+    h = mix(h, static_cast<uint64_t>(n));
+  }
+  return h;
 }
 
 }  // namespace delta

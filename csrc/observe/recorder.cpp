@@ -162,6 +162,10 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& fn) {
     if (several_watch()) {
       tell_of_writes(*info, inputs, session);
     }
+    if (session->idle.first_ops.looking() && visited == nullptr &&
+        !session->idle.observes(*info, inputs)) {
+      return std::make_unique<Observed>(/*s=*/false);
+    }
     try {
       session->ops.begin(ts, info, inputs);
     } catch (const std::exception&) {

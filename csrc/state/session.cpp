@@ -52,6 +52,19 @@ Session::Session(SessionOptions options) : state(with_vector_math_settled(std::m
   }
 }
 
+bool Session::begin_idle(int64_t most_bytes, double share) {
+  TORCH_CHECK(!state.entered, "this runtime is entered already");
+  {
+    Guard guard(state.lock);
+    if (!state.pages.managed().empty()) {
+      return false;
+    }
+  }
+  watch(c10::intrusive_ptr<Session>::reclaim_copy(this), &observer_callback);
+  idle.begin(*this, most_bytes, share);
+  return true;
+}
+
 void Session::enter() {
   TORCH_CHECK(!state.entered, "this runtime is entered already");
   const auto self = c10::intrusive_ptr<Session>::reclaim_copy(this);
@@ -124,6 +137,7 @@ void Session::begin_step() {
   ops.begin_step();
   log.begin_step();
   tiers.begin_step();
+  idle.first_ops.begin_learning();
 }
 
 void Session::end_step() {
@@ -148,6 +162,7 @@ Levels Session::levels() const {
 
 void forget_locks() {
   forget_entered_locks();
+  forget_idle_step();
   forget_replay_lock();
   forget_op_table_lock();
   forget_shortcuts_lock();

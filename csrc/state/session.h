@@ -8,6 +8,7 @@
 #include "evict/stress.h"
 #include "evict/swap_in.h"
 #include "evict/swap_tiers.h"
+#include "observe/idle_step.h"
 #include "observe/op_observer.h"
 #include "observe/outside_memory.h"
 #include "observe/saved_tensors.h"
@@ -33,6 +34,10 @@ struct Session : c10::intrusive_ptr_target {
   void begin_step();
   void end_step();
 
+  // Instead of entering: has an idle step begin on this thread. False: something that is saved has
+  // to be watched.
+  bool begin_idle(int64_t most_bytes, double share);
+
   c10::Device device() const { return state.options.device; }
   Levels levels() const;
   void forget_lock() { state.lock.forget(); }  // in a forked child
@@ -40,6 +45,7 @@ struct Session : c10::intrusive_ptr_target {
   SessionState state;
   int64_t surprises = 0;  // rescues, values that no plan knew, and memory that was hard to find
   int64_t surprised_step = 0;  // the latest that began behind one
+  IdleStep idle{state.account};
   PlanTable plans{state};
   Sources sources{state};
   OutsideMemory outside{state, sources};

@@ -76,6 +76,7 @@ class StepTotals:
         unhashed: values of which an accelerator's full memory had no room for a hash: not compared.
         comparisons, mismatches: storages that came back and were compared with what went; of these, other bytes.
         alone_steps: steps that were left alone, since observing them costs too much; see standing_aside.
+        idle_steps: steps that were not observed, since those before had nothing to do; see idle_steps.
         kept_bytes: bytes saved but not managed, by reason.
         exposed_bytes: most bytes of managed storages that code outside autograd held when room was needed.
         planning_s: seconds of planning, between the steps and, in all of them together, beside them.
@@ -149,6 +150,7 @@ class StepTotals:
     stuck_op: str = ""
     uncounted_bytes: int = 0
     alone_steps: int = 0
+    idle_steps: int = 0
     kept_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -172,6 +174,7 @@ _NAMES = tuple(f.name for f in fields(StepTotals))
 _COUNTED_BY_OTHERS = {
     "steps",
     "alone_steps",
+    "idle_steps",
     "over_budget_steps",
     "peak_bytes",
     "planning_s",
@@ -361,9 +364,19 @@ class StepReport:
                 f"({format_bytes(kept[worst])}{over}) because it is {_REASONS[worst]}."
             )
         peak = f"the highest peak of {totals.steps:,} steps," if several else "the step's peak of"
+        idle = (
+            f" {totals.idle_steps:,} of them were idle: known to fit, and not observed."
+            if totals.idle_steps
+            else ""
+        )
+        if totals.peak_bytes > self.budget_bytes > 0:
+            return (
+                f"Nothing was evicted: {peak} {format_bytes(totals.peak_bytes)}{',' * several} passes the "
+                f"budget.{idle}"
+            )
         return (
             f"Nothing had to be evicted: {peak} {format_bytes(totals.peak_bytes)}{',' * several} "
-            "fits the budget."
+            f"fits the budget.{idle}"
         )
 
     def _needs(self) -> str:
