@@ -34,6 +34,7 @@ from delta_runtime.config import Config
 from delta_runtime.core.errors import BudgetInfeasible, RecomputeMismatch
 from delta_runtime.core.events import TRACE_DTYPE, Bounds, Distance, Place, Shortfall
 from delta_runtime.core.interrupts import Interrupted
+from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.units import format_bytes
 from delta_runtime.core.warn import warn
@@ -52,6 +53,9 @@ from delta_runtime.report.trace import Trace
 from delta_runtime.standing_aside import StandingAside
 
 logger = logging.getLogger(__name__)
+
+_MOST_TO_JUDGE = 16
+"""Steps of an accelerator whose seconds are waited for."""
 
 
 class Steps:
@@ -115,6 +119,7 @@ class Steps:
         self.begin_s = 0.0
         """When the step that goes on began, by `time.perf_counter`."""
         self._logged = False
+        self._to_judge: dict[int, Plan] = {}  # followed in a step whose seconds are not known yet
         self._warnings = StepWarnings(budget_bytes, tiers.spill.directory if tiers.spill else None)
         self.trace = Trace(config.trace) if config.trace else None
         """Of the last steps; None where none was asked for."""
@@ -351,9 +356,7 @@ class Steps:
             around_s=self.around_s,
         )
         self.plans.saw(cost)
-        changed = False
-        if not self._logged and self._followed_plan(last):
-            changed = self.plans.judge(last.rebuild_s, last.out_stall_s + last.in_stall_s)
+        changed = self._judge_plan(last)
         events = self.pump.take_logged() if self._logged else None
         graph = read_step_graph(self._session, events) if events is not None else None
         if graph is not None and len(graph.saved) > 0:
@@ -394,15 +397,31 @@ class Steps:
         elif cost.whole and not self._logged and self.idle.saw_quiet(cost):
             self._session.remember_first_ops()
 
-    def _followed_plan(self, last: StepTotals) -> bool:
-        """Whether the last step was the recorded one, backward included, and its seconds were seen.
+    def _judge_plan(self, last: StepTotals) -> bool:
+        """Judge the plan that is followed by what steps took under it; return whether the next has another one.
 
-        On an accelerator the host does not wait for the lanes: its clock says nothing of them.
+        On an accelerator the host's clock says nothing of the waits: the device's does, a step or two later.
         """
+        followed = not self._logged and self._followed_plan(last)
+        if self._on_cpu:
+            waited_s = last.out_stall_s + last.in_stall_s
+            return followed and self.plans.judge(last.rebuild_s, waited_s)
+        plan = self.plans.plan
+        if followed and plan is not None:
+            self._to_judge[self._session.step()] = plan
+        changed = False
+        for step, rerun_s, out_wait_s, in_wait_s in self._session.take_device_seconds():
+            if self._to_judge.pop(step, None) is self.plans.plan is not None:
+                changed |= self.plans.judge(rerun_s, out_wait_s + in_wait_s)
+        while len(self._to_judge) > _MOST_TO_JUDGE:
+            self._to_judge.pop(next(iter(self._to_judge)))
+        return changed
+
+    def _followed_plan(self, last: StepTotals) -> bool:
+        """Whether the last step was the recorded one, backward included."""
         graph = self.graph
         return (
-            self._on_cpu
-            and graph is not None
+            graph is not None
             and not last.plan_misses
             and last.plan_hits >= len(graph.saved)
             and last.managed_unpacks >= len(graph.uses)

@@ -201,9 +201,26 @@ void bind_life(SessionClass& c) {
 
 // What is freed, copied and written to.
 void bind_memory(SessionClass& c) {
-  c.def("tiers", &tiers_of,
-        "Of each tier below the device: its store, and of its two lanes (transfers, bytes, "
-        "busy seconds, bytes queued) and the ids of their streams; None: they have none.")
+  c.def(
+       "take_device_seconds",
+       [](Session& s) {
+         std::vector<StepSeconds> known;
+         {
+           Guard guard(s.state.lock);
+           known = s.tiers.take_device_seconds();
+         }
+         py::list steps;
+         for (const StepSeconds& each : known) {
+           steps.append(py::make_tuple(each.step, each.rerun_s, each.out_wait_s, each.in_wait_s));
+         }
+         return steps;
+       },
+       "Of steps that are over on an accelerator, each once: its number, and the device's seconds "
+       "of reruns, of waits for copies out, and of waits for copies in.")
+      .def("step", [](const Session& s) { return s.state.now.step; })
+      .def("tiers", &tiers_of,
+           "Of each tier below the device: its store, and of its two lanes (transfers, bytes, "
+           "busy seconds, bytes queued) and the ids of their streams; None: they have none.")
       .def("take_in_transfers",
            [](Session& s) {
              Guard guard(s.state.lock);

@@ -237,7 +237,11 @@ void Eviction::wait_for(Transfer& transfer, Guard& guard) {
     guard.unlock();
     guard.lock();
   }
-  (transfer.out ? counters_.out_stall_s : counters_.in_stall_s) += waited_s;
+  if (!transfer.out) {
+    counters_.in_stall_s += waited_s;
+  } else if (options_.device.is_cpu()) {  // else the device's clock tells
+    counters_.out_stall_s += waited_s;
+  }
 }
 
 void Eviction::note_shortfall(int64_t bytes) {

@@ -129,7 +129,7 @@ c10::Storage SwapIn::take_if_there(Page& page, Wait& wait) {
   if (page.residency() == Residency::Resident || page.residency() == Residency::Dropped) {
     if (page.below.prefetched && !wait.told) {
       ++counters_.prefetch_hits;
-    } else if (wait.told) {
+    } else if (wait.told && options_.device.is_cpu()) {  // else the device's clock tells
       counters_.in_stall_s += now_s() - wait.begin_s;
     }
     page.below.prefetched = false;

@@ -4,6 +4,7 @@
 #include <c10/core/impl/COW.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "pool/cpu_pool.h"
 #include "tiers/spill_file.h"
@@ -13,6 +14,8 @@
 
 namespace delta {
 namespace {
+
+constexpr size_t kMostUntold = 64;  // steps whose seconds nobody has asked for
 
 // Lets go of both ends, when it has ended.
 void end_transfer(Transfer& transfer) {
@@ -38,8 +41,8 @@ void SwapTiers::open() {
   SwapTier tier;
   tier.store = std::make_shared<HostMemory>(options_.host_bytes, options_.pinning);
   tier.store->grow();
-  tier.out = std::make_unique<StreamLane>(options_.device);
-  tier.in = std::make_unique<StreamLane>(options_.device);
+  tier.out = std::make_unique<StreamLane>(options_.device, spans_);
+  tier.in = std::make_unique<StreamLane>(options_.device, spans_);
   tiers_.push_back(std::move(tier));
 }
 
@@ -87,6 +90,30 @@ double SwapTiers::seconds_in_for(int64_t bytes) const {
 
 void SwapTiers::begin_step() {
   to_write_.clear();  // what a graph that is kept still waits for is copied when it has to go
+  if (!options_.device.is_cpu()) {
+    spans_.begin_step(now_.step);
+  }
+}
+
+void SwapTiers::end_step() {
+  reap();
+  if (options_.device.is_cpu()) {
+    return;
+  }
+  spans_.end_step();
+  for (const StepSeconds& each : spans_.take_known()) {
+    counters_.rebuild_s += each.rerun_s;
+    counters_.out_stall_s += each.out_wait_s;
+    counters_.in_stall_s += each.in_wait_s;
+    device_seconds_.push_back(each);
+  }
+  if (device_seconds_.size() > kMostUntold) {  // nobody asks
+    device_seconds_.clear();
+  }
+}
+
+std::vector<StepSeconds> SwapTiers::take_device_seconds() {
+  return std::exchange(device_seconds_, {});
 }
 
 void SwapTiers::grow() {

@@ -27,6 +27,7 @@
 #include "state/plan_table.h"
 #include "tiers/host_memory.h"
 #include "tiers/lanes.h"
+#include "tiers/stream_spans.h"
 #include "walk/lane_schedule.h"
 
 namespace delta {
@@ -53,7 +54,10 @@ class SwapTiers : public Part, private Writer {
   const std::vector<SwapTier>& all() const { return tiers_; }
   double seconds_in_for(int64_t bytes) const;  // from the nearest tier; 0: not known yet
   void begin_step();
-  void grow();  // takes more of the host's memory, by and by
+  void end_step();  // counts what is known by now of the seconds of an accelerator's steps
+  StreamSpans& spans() { return spans_; }
+  std::vector<StepSeconds> take_device_seconds();  // of those that were counted, once
+  void grow();                                     // takes more of the host's memory, by and by
   void stop();  // ends the lanes' threads; what comes later is copied at once
 
   // Out.
@@ -97,6 +101,8 @@ class SwapTiers : public Part, private Writer {
   Evidence& evidence_;
   Recipes& recipes_;
   PlanTable& plans_;
+  StreamSpans spans_{options_.device};
+  std::vector<StepSeconds> device_seconds_;
   std::vector<SwapTier> tiers_;  // nearest first
   WriteBacks to_write_;
   Returns swapped_;

@@ -242,10 +242,12 @@ void Replay::bring_inputs(const OpRecord& op, Rerun& rerun) {
 c10::Storage Replay::execute(Rerun& rerun, Value& root, bool installs, bool gives_up,
                              const Inspect& inspect) {
   const auto begin = std::chrono::steady_clock::now();
+  const StreamSpans::Span span(tiers_.spans(), SpanKind::Rerun, current_stream_id(options_.device));
   const double stalled_before_s = stalled_s();
+  const bool counts = options_.device.is_cpu();  // else the span does
   const auto count_in_vain = [&] {
     Guard guard(lock_);
-    counters_.rebuild_s += seconds_since(begin);
+    counters_.rebuild_s += counts ? seconds_since(begin) : 0;
   };
   for (auto& op : rerun.ops) {
     let_signals_in();
@@ -273,7 +275,7 @@ c10::Storage Replay::execute(Rerun& rerun, Value& root, bool installs, bool give
     const double waited_s = stalled_s() - stalled_before_s;  // for lanes: counted there
     Guard guard(lock_);
     const double seconds = seconds_since(begin);
-    counters_.rebuild_s += std::max(0.0, seconds - waited_s);
+    counters_.rebuild_s += counts ? std::max(0.0, seconds - waited_s) : 0;
     if (events_.tracing()) {
       events_.trace({static_cast<int64_t>(TraceKind::Rebuild), root.key, root.bytes, 0, 0,
                      seconds_of(begin), seconds_of(begin) + seconds});

@@ -143,7 +143,7 @@ void Session::begin_step() {
 void Session::end_step() {
   state.pages.forget_past();
   Guard guard(state.lock);
-  tiers.reap();
+  tiers.end_step();
   plan_actions.forget();
   state.profile.end_step();
   state.events.emit(EventKind::Step, nullptr, 0, 0);

@@ -18,8 +18,9 @@
 
 namespace delta {
 
-StreamLane::StreamLane(c10::Device device)
+StreamLane::StreamLane(c10::Device device, StreamSpans& spans)
     : device_(device),
+      spans_(spans),
       stream_(c10::impl::VirtualGuardImpl(device.type())
                   .getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
       process_(getpid()) {}
@@ -86,6 +87,8 @@ void StreamLane::wait(Transfer& transfer) {
     next = c10::Stream(c10::Stream::UNSAFE, device_, transfer.stream);
   }
   if (sabotage() != (transfer.out ? Sabotage::NoOrderOut : Sabotage::NoOrderIn)) {
+    const StreamSpans::Span span(spans_, transfer.out ? SpanKind::OutWait : SpanKind::InWait,
+                                 next.id());
     transfer.after->block(next);
   }
   transfer.ordered_before.store(next.id(), std::memory_order_release);

@@ -20,12 +20,13 @@
 #include <deque>
 
 #include "tiers/lanes.h"
+#include "tiers/stream_spans.h"
 
 namespace delta {
 
 class StreamLane : public Lane {
  public:
-  explicit StreamLane(c10::Device device);
+  StreamLane(c10::Device device, StreamSpans& spans);
   ~StreamLane() override { StreamLane::stop(); }
 
   void submit(const TransferPtr& transfer) override;
@@ -41,6 +42,7 @@ class StreamLane : public Lane {
   void fail_all() noexcept;  // under the mutex
 
   const c10::Device device_;
+  StreamSpans& spans_;
   const c10::Stream stream_;
   const pid_t process_;  // a forked child has no device
   std::deque<TransferPtr> queue_;

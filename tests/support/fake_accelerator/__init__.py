@@ -69,6 +69,10 @@ class FakeAccelerator:
         """How often the host has waited where a real device would make it: for a stream, an event, a value, a copy."""
         return self._native.waits()
 
+    def blocked_s(self, stream_id: int) -> float:
+        """How many seconds a stream has waited for events, so far."""
+        return self._native.blocked_s(stream_id)
+
     def current_stream_id(self) -> int:
         return self._native.current_stream_id()
 

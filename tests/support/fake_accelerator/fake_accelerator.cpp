@@ -76,6 +76,8 @@ void sleep_for(double seconds) {
 
 // ---------------------------------------------------------------------------------------- streams
 
+class Recording;
+
 class Stream {
  public:
   void enqueue(std::function<void()> task) {
@@ -101,7 +103,10 @@ class Stream {
     done_.wait(lock, [&] { return finished_ >= until; });
   }
 
+  void wait_for(Recording& recording);
+
   std::atomic<double> copy_bytes_per_s{0};
+  std::atomic<double> blocked_s{0};  // waiting for events
 
  private:
   void work() {
@@ -177,6 +182,13 @@ class Recording {
   bool reached_ = false;
   Clock::time_point when_;
 };
+
+// On the stream's own thread.
+void Stream::wait_for(Recording& recording) {
+  const auto begin = Clock::now();
+  recording.wait();
+  blocked_s = blocked_s + std::chrono::duration<double>(Clock::now() - begin).count();
+}
 
 std::shared_ptr<Recording> record_on(Stream& stream) {
   auto recording = std::make_shared<Recording>();
@@ -256,7 +268,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     if (event == nullptr) return;
     if (auto recording = as_event(event)->latest()) {
-      stream_of(stream.id()).enqueue([recording] { recording->wait(); });
+      Stream& blocked = stream_of(stream.id());
+      blocked.enqueue([recording, &blocked] { blocked.wait_for(*recording); });
     }
   }
   bool queryEvent(void* event) const override {
@@ -1245,6 +1258,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       no_gil);
   m.def("copies", [] { return copies_done.load(); });
   m.def("waits", [] { return host_waits.load(); });
+  m.def("blocked_s", [](int64_t id) { return stream_of(id).blocked_s.load(); });
   m.def("current_stream_id", [] { return current_id; });
   m.def("synchronize", [] { synchronize_device(); }, no_gil);
   m.def("default_generator", [] { return default_generator(); });
