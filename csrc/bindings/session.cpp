@@ -356,13 +356,18 @@ void bind_session(py::module_& m) {
 
 void bind_plan(py::module_& m) {
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan").def(
-      py::init([](const py::buffer& fingerprints, const py::buffer& weights,
+      py::init([](const py::buffer& fingerprints, const std::vector<std::string>& op_names,
+                  const py::buffer& makers, const py::buffer& bytes, const py::buffer& weights,
                   const py::buffer& use_offsets, const py::buffer& uses,
                   const py::buffer& interval_offsets, const py::buffer& dropped_twice,
                   const py::buffer& begins, const py::buffer& ends, const py::buffer& exits,
                   const py::buffer& copy_back_at, bool as_written) {
         auto plan = std::make_shared<Plan>();
         plan->fingerprint = rows_from<uint64_t>(fingerprints);
+        plan->bytes = rows_from<int64_t>(bytes);
+        for (const int64_t maker : rows_from<int64_t>(makers)) {
+          plan->maker.push_back(hash_of_name(op_names.at(static_cast<size_t>(maker))));
+        }
         plan->weight = rows_from<double>(weights);
         plan->use_offsets = rows_from<int64_t>(use_offsets);
         plan->uses = rows_from<int64_t>(uses);
@@ -377,9 +382,10 @@ void bind_plan(py::module_& m) {
         plan->sort();
         return plan;
       }),
-      py::kw_only(), py::arg("fingerprints"), py::arg("weights"), py::arg("use_offsets"),
-      py::arg("uses"), py::arg("interval_offsets"), py::arg("dropped_twice"), py::arg("begins"),
-      py::arg("ends"), py::arg("exits"), py::arg("copy_back_at"), py::arg("as_written") = false);
+      py::kw_only(), py::arg("fingerprints"), py::arg("op_names"), py::arg("makers"),
+      py::arg("bytes"), py::arg("weights"), py::arg("use_offsets"), py::arg("uses"),
+      py::arg("interval_offsets"), py::arg("dropped_twice"), py::arg("begins"), py::arg("ends"),
+      py::arg("exits"), py::arg("copy_back_at"), py::arg("as_written") = false);
 }
 
 }  // namespace delta

@@ -124,14 +124,6 @@ int unrepeatable_return(const std::string& name) {
 
 bool starts_with(const std::string& text, const char* prefix) { return text.rfind(prefix, 0) == 0; }
 
-uint64_t hash_of(const std::string& text) {  // FNV-1a
-  uint64_t h = 1469598103934665603ULL;
-  for (unsigned char c : text) {
-    h = (h ^ c) * 1099511628211ULL;
-  }
-  return h;
-}
-
 bool math_kernel(const std::string& table, const char* key) {
   auto begin = table.find(std::string("\n") + key + ": ");
   if (begin == std::string::npos) {
@@ -272,7 +264,7 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& handle) {
   const auto& schema = handle.schema();
   const std::string& name = schema.name();
   info->name = schema.overload_name().empty() ? name : name + "." + schema.overload_name();
-  info->name_hash = hash_of(info->name);
+  info->name_hash = hash_of_name(info->name);
   info->n_returns = schema.returns().size();
 
   find_kernels(*info);

@@ -49,9 +49,11 @@ OpObserver::OpObserver(SessionState& state, Sources& sources, OutsideMemory& out
       stranger_draws_before_(stranger_draws().from_default()) {}
 
 void OpObserver::begin_step() {
-  if (facts_.size() > kMostFacts) {  // of a program whose shapes never repeat
+  if (facts_.size() > kMostFacts ||
+      growth_of_.size() > kMostFacts) {  // shapes, or ops, never repeat
     facts_.clear();
     facts_of_.clear();
+    growth_of_.clear();
   }
 }
 
@@ -82,6 +84,7 @@ void OpObserver::begin(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
   ++counters_.ops;
 
   const Signature signature = signature_of(*info, inputs, in_backward, grads);
+  now_.place = mix(now_.place, signature.op);
   c10::intrusive_ptr<OpRecord> record;
   if (taping) {
     open.strangers = stranger_draws().mark();
@@ -92,13 +95,13 @@ void OpObserver::begin(ThreadState& ts, OpInfo* info, c10::ArrayRef<const c10::I
   ToClone to_clone;
   {
     Guard guard(lock_);
-    const Facts facts = facts_for(open, signature.hash);
+    const Facts facts = facts_for(open, signature);
     open.timed =
         log_.logging() || (events_.tracing() && options_.device.is_cpu()) || facts.seconds < 0;
     open.traced = events_.tracing();
     log_.note_alone();
     account_.uncharge_gone();
-    at_boundary(facts.watermark_bytes >= 0 ? facts.watermark_bytes : signature.input_bytes, guard);
+    at_boundary(expected_bytes(facts, signature), guard);
     if (record) {
       // The same ops are another step where other tensors are saved: a model that only generates, a
       // frozen part, a part inside of a checkpoint.
@@ -151,7 +154,7 @@ OpObserver::Signature OpObserver::signature_of(const OpInfo& info,
                                                c10::ArrayRef<const c10::IValue> inputs,
                                                bool in_backward, bool grads) const {
   Signature signature;
-  signature.hash = mix(info.name_hash, in_backward ? 2 : 1);
+  signature.op = signature.hash = mix(info.name_hash, in_backward ? 2 : 1);
   signature.wanted_grads = grads ? 1 : 0;
   for (const auto& x : inputs) {
     for_each_tensor(x, [&](const at::Tensor& t, int index) {
@@ -171,13 +174,30 @@ OpObserver::Signature OpObserver::signature_of(const OpInfo& info,
 }
 
 // Under the lock.
-OpObserver::Facts OpObserver::facts_for(OpenOp& open, uint64_t signature) {
-  const auto [entry, unknown] = facts_of_.emplace(signature, facts_.size());
+OpObserver::Facts OpObserver::facts_for(OpenOp& open, const Signature& signature) {
+  const auto [entry, unknown] = facts_of_.emplace(signature.hash, facts_.size());
   if (unknown) {
     facts_.emplace_back();
   }
   open.facts = entry->second;
+  open.op = signature.op;
+  open.place = now_.place;
+  open.input_bytes = signature.input_bytes;
   return facts_[open.facts];
+}
+
+// What the op will hold above what is live now: what it held before; on other shapes, as much for
+// each byte of its inputs; nothing known: as much as its inputs.
+int64_t OpObserver::expected_bytes(const Facts& facts, const Signature& signature) const {
+  if (facts.watermark_bytes >= 0) {
+    return facts.watermark_bytes;
+  }
+  auto growth = growth_of_.find(now_.place);
+  if (growth == growth_of_.end()) {
+    growth = growth_of_.find(signature.op);
+  }
+  const double share = growth == growth_of_.end() ? 1.0 : growth->second;
+  return static_cast<int64_t>(share * static_cast<double>(signature.input_bytes));
 }
 
 // Carries out what a plan says, makes room for the op, and keeps the lanes busy. Lets go of the
@@ -333,6 +353,13 @@ double OpObserver::note_facts(const OpenOp& open, int64_t watermark_bytes, doubl
   }
   Facts& facts = facts_[open.facts];
   if (!threw) {
+    if (facts.watermark_bytes < 0 && open.input_bytes > 0) {
+      const double growth =
+          static_cast<double>(watermark_bytes) / static_cast<double>(open.input_bytes);
+      growth_of_[open.op] = growth;
+      double& at_place = growth_of_[open.place];
+      at_place = std::max(at_place, growth);
+    }
     facts.watermark_bytes = std::max(facts.watermark_bytes, watermark_bytes);
     if (open.timed && (facts.seconds < 0 || seconds < facts.seconds)) {
       facts.seconds = seconds;

@@ -37,6 +37,7 @@ class OpObserver : public Part {
   };
   struct Signature {
     uint64_t hash = 0;
+    uint64_t op = 0;            // hash of the op's name and of the phase alone
     uint64_t wanted_grads = 0;  // a bit for each tensor that needs one
     int64_t input_bytes = 0;
     bool floats = false;  // a tensor with dimensions has a floating dtype
@@ -45,7 +46,8 @@ class OpObserver : public Part {
   void note_phase(bool in_backward);
   Signature signature_of(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs,
                          bool in_backward, bool grads) const;
-  Facts facts_for(OpenOp& open, uint64_t signature);
+  Facts facts_for(OpenOp& open, const Signature& signature);
+  int64_t expected_bytes(const Facts& facts, const Signature& signature) const;
   void at_boundary(int64_t need_bytes, Guard& guard);
   void open_window(OpenOp& open);
   void note_writes(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs, ToClone& to_clone);
@@ -75,6 +77,9 @@ class OpObserver : public Part {
   StepLog& log_;
   std::vector<Facts> facts_;
   ska::flat_hash_map<uint64_t, size_t> facts_of_;  // index into facts_ by signature
+  // Watermark over the bytes of the inputs, when a signature was new: by an op's place in the step
+  // the most, by its name and phase alone the last.
+  ska::flat_hash_map<uint64_t, double> growth_of_;
   bool taping_ = true;
   std::function<void(int64_t)> drain_;
   std::function<void(int64_t)> step_over_;

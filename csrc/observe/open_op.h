@@ -36,9 +36,12 @@ struct OpenOp {
   c10::SmallVector<const c10::StorageImpl*, 8> logged_inputs;  // of the row
   int32_t depth = 0;                                           // of what it makes
   StrangerDraws::Mark strangers;
-  size_t facts = 0;     // index into what OpObserver knows of ops
-  bool timed = false;   // its seconds count
-  bool traced = false;  // they are shown
+  size_t facts = 0;         // index into what OpObserver knows of ops
+  uint64_t op = 0;          // hash of its name and of the phase
+  uint64_t place = 0;       // and of all ops before it
+  int64_t input_bytes = 0;  // of all tensors that it reads
+  bool timed = false;       // its seconds count
+  bool traced = false;      // they are shown
   std::chrono::steady_clock::time_point begin;
   int exceptions = 0;  // in flight at its begin, of one that returns nothing
   bool active = false;

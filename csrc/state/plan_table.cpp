@@ -7,9 +7,23 @@
 namespace delta {
 namespace {
 
-bool fits(const Plan& plan, int64_t key, const Value& value) {
+bool is_of(const Plan& plan, int64_t key, const Value& value) {
   return key >= 0 && key < static_cast<int64_t>(plan.fingerprint.size()) &&
          plan.fingerprint[static_cast<size_t>(key)] == value.fingerprint;
+}
+
+// Whether an op of the same name made the value of the plan's step.
+bool is_alike(const Plan& plan, int64_t key, const Value& value) {
+  return key >= 0 && key < static_cast<int64_t>(plan.maker.size()) && value.producer &&
+         plan.maker[static_cast<size_t>(key)] == value.producer->info->name_hash;
+}
+
+// Of two plans for other shapes: the one that moves enough, and no more than it must.
+bool is_nearer(int64_t a_bytes, int64_t b_bytes, int64_t bytes) {
+  if ((a_bytes >= bytes) != (b_bytes >= bytes)) {
+    return a_bytes >= bytes;
+  }
+  return a_bytes >= bytes ? a_bytes < b_bytes : a_bytes > b_bytes;
 }
 
 }  // namespace
@@ -20,7 +34,7 @@ void PlanTable::set_plans(const std::vector<std::shared_ptr<Plan>>& plans) {
 }
 
 void PlanTable::begin_step() {
-  diverged_ = false;
+  diverged_ = of_other_shapes_ = false;
   choose(plans_.empty() ? nullptr : plans_.front().get());
 }
 
@@ -39,29 +53,51 @@ void PlanTable::miss() {
   choose(nullptr);
 }
 
+bool PlanTable::fits(int64_t key, const Value& value) const {
+  return of_other_shapes_ ? is_alike(*plan_, key, value) : is_of(*plan_, key, value);
+}
+
+// A step that nobody has seen, of ops that somebody has: what leaves first in the nearest one does
+// so here.
+bool PlanTable::choose_alike(int64_t key, const Value& value) {
+  const Plan* nearest = nullptr;
+  for (const auto& plan : plans_) {
+    if (is_alike(*plan, key, value)) {
+      const auto at = static_cast<size_t>(key);
+      if (nearest == nullptr || is_nearer(plan->bytes[at], nearest->bytes[at], value.bytes)) {
+        nearest = plan.get();
+      }
+    }
+  }
+  miss();
+  of_other_shapes_ = nearest != nullptr;
+  choose(nearest);
+  return of_other_shapes_;
+}
+
 bool PlanTable::attach(Page& page) {
   const int64_t key = now_.key_of(*page.current);
   if (plans_.empty() || key < 0) {
     return false;
   }
-  if (plan_ == nullptr || !fits(*plan_, key, *page.current)) {
+  if (plan_ == nullptr || !fits(key, *page.current)) {
     const bool first = plan_ == nullptr;
+    of_other_shapes_ = false;
     const auto known = std::find_if(plans_.begin(), plans_.end(), [&](const auto& plan) {
-      return fits(*plan, key, *page.current);
+      return is_of(*plan, key, *page.current);
     });
     choose(known == plans_.end() ? nullptr : known->get());
     if (plan_ != nullptr && !first) {
       // Two steps that begin alike: what was saved so far is in this plan too, and goes by it now.
       for (const auto& [id, other] : pages_.managed()) {
         if (other->packed_at >= now_.begin_tick &&
-            fits(*plan_, other->current->key, *other->current)) {
+            is_of(*plan_, other->current->key, *other->current)) {
           follow(*other);
         }
       }
     }
   }
-  if (plan_ == nullptr) {
-    miss();
+  if (plan_ == nullptr && !choose_alike(key, *page.current)) {
     return false;
   }
   follow(page);
@@ -84,8 +120,7 @@ Page* PlanTable::page_of(int64_t value) {
 
 bool PlanTable::keeps(const Value& value) const {
   const int64_t key = now_.key_of(value);
-  return !as_written() || !fits(*plan_, key, value) ||
-         plan_->covers(static_cast<size_t>(key), position());
+  return !as_written() || !fits(key, value) || plan_->covers(static_cast<size_t>(key), position());
 }
 
 void PlanTable::note_asked(const Page& page) {
@@ -106,7 +141,7 @@ double PlanTable::default_weight(const Page& page) const {
 
 int64_t PlanTable::next_use_of(Page& page) const {
   const int64_t key = now_.key_of(*page.current);
-  if (plan_ == nullptr || !fits(*plan_, key, *page.current)) {
+  if (plan_ == nullptr || !fits(key, *page.current)) {
     return -1;
   }
   return next_use(*plan_, static_cast<size_t>(key), now_, page);

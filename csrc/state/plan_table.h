@@ -50,6 +50,8 @@ class PlanTable : public Part {
 
  private:
   void choose(const Plan* plan);
+  bool fits(int64_t key, const Value& value) const;  // the plan of this step
+  bool choose_alike(int64_t key, const Value& value);
   void miss();
   void follow(Page& page);
 
@@ -57,6 +59,7 @@ class PlanTable : public Part {
   const Plan* plan_ = nullptr;  // that this step follows
   std::atomic<bool> as_written_{false};
   bool diverged_ = false;         // this step has missed a plan
+  bool of_other_shapes_ = false;  // the plan is one for the same ops on other shapes
   std::vector<int64_t> page_of_;  // ids, by value, under a plan as written; -1: none yet
   uint64_t generation_ = 0;
   Distance distance_ = Distance::None;

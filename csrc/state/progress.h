@@ -16,6 +16,7 @@ struct Progress : Moment {
   uint64_t fingerprint = 0;  // so far
   uint64_t saves = 0;        // what was saved since that was made
   uint64_t sequence = 0;     // as the fingerprint, but of the ops' names alone
+  uint64_t place = 0;        // the same of all ops, backward's included
   bool graph_gone = false;   // a backward let its graph go: the step is over behind it
   int32_t backwards = 0;     // that kept theirs
   int64_t packs_before = 0;  // of the session

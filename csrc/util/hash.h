@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 namespace delta {
 
@@ -20,6 +21,14 @@ inline void hash_bytes(const void* data, int64_t bytes, uint64_t out[2]) {
   const Hash128 h = hash_of(data, bytes);
   out[0] = h.words[0];
   out[1] = h.words[1];
+}
+
+inline uint64_t hash_of_name(const std::string& text) {  // FNV-1a
+  uint64_t h = 1469598103934665603ULL;
+  for (unsigned char c : text) {
+    h = (h ^ c) * 1099511628211ULL;
+  }
+  return h;
 }
 
 inline uint64_t mix(uint64_t h, uint64_t v) {

@@ -35,6 +35,8 @@ void Plan::check() const {
   const size_t values = fingerprint.size();
   require(weight.size() == values, "a plan has ", weight.size(), " weights for ", values,
           " values");
+  require(maker.size() == values && bytes.size() == values, "a plan has ", maker.size(),
+          " makers and ", bytes.size(), " sizes for ", values, " values");
   check_offsets(use_offsets, values, uses.size(), "uses");
   check_offsets(interval_offsets, values, exit.size(), "intervals");
   require(begin.size() == exit.size() && end.size() == exit.size() &&

@@ -20,10 +20,13 @@ constexpr int64_t kNever = -1;  // the tick of a copy back that there is none of
 //   2. What was copied starts to come back at its tick.
 //   3. What is dropped twice goes again before all else when it was rebuilt.
 //   4. One gap for each value; a plan with more is refused.
+//   5. Of a step of the same ops on other shapes it says what leaves first, and how.
 //   This holds for plans that are not to be carried out as written. For those that are, see the
 //   Note in rebuild/plan_actions.h.
 struct Plan {
   std::vector<uint64_t> fingerprint;  // of each value
+  std::vector<uint64_t> maker;        // hash of the name of the op that made it
+  std::vector<int64_t> bytes;
   std::vector<double> weight;
   std::vector<int8_t> dropped_twice;  // whether it goes again when it was rebuilt early
   std::vector<int64_t> use_offsets;   // CSR into uses

@@ -24,8 +24,12 @@ def columns_of(graph: StepGraph, plan: Plan) -> dict[str, Any]:
     counts = np.zeros(graph.n_values + 1, np.int64)
     counts[graph.saved + 1] = np.diff(graph.use_offsets)
     uses = [graph.uses[graph.use_offsets[row] : graph.use_offsets[row + 1]] for row in by_value]
+    op_names, maker_of_op = np.unique(np.array(graph.op_name, object), return_inverse=True)
     return {
         "fingerprints": np.ascontiguousarray(graph.value_fingerprint),
+        "op_names": op_names.tolist(),
+        "makers": maker_of_op.astype(np.int64)[graph.value_op],
+        "bytes": graph.value_bytes,
         "weights": plan.weights,
         "use_offsets": np.cumsum(counts),
         "uses": np.concatenate([np.empty(0, np.int64), *uses]),
