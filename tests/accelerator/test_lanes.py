@@ -463,3 +463,28 @@ def test_what_was_on_its_way_out_and_has_no_recipe_is_told_when_the_device_fails
     counters = runtime.session.counters()
     assert counters.failed_writes > 0 and counters.lost_pages > 0
     runtime.close()
+
+
+@pytest.mark.filterwarnings("ignore:delta_runtime. copying:RuntimeWarning")
+def test_a_copy_that_is_given_up_writes_into_nobodys_memory(device, controls, failing):
+    """The device may only have been deaf for a moment: the copy goes on, and its memory has another owner."""
+    runtime = swapper(device)
+    x = torch.linspace(0, 1, 1 << 18).to(device).requires_grad_()
+    loss = swap_out_a_graph(runtime, x)
+    torch.accelerator.synchronize()
+    runtime.session.take_in_transfers()
+    others = []
+
+    def fail(_: object) -> None:
+        fail_for_a_moment(runtime, failing)
+        others.extend(torch.ones(1 << 18, device=device) for _ in range(6))
+
+    controls.slow_copies(20e6)
+    loss.grad_fn.next_functions[0][0].next_functions[0][0].register_prehook(fail)
+    with runtime.step():
+        loss.backward()
+    controls.slow_copies(0)
+    torch.accelerator.synchronize()
+    assert runtime.session.counters().failed_reads > 0
+    assert [bool(each.eq(1.0).all()) for each in others] == [True] * 6
+    runtime.close()
