@@ -61,7 +61,7 @@ def no_memory(strike: Strike) -> None:
     """Nearly nothing may be allocated any more, in any op, until the step is over."""
     tensor_bytes = strike.device.tensor_bytes
     strike.takes_if_more(strike.device.refusals)
-    strike.device.shrink_around(strike.random.choice((1, tensor_bytes // 4, 2 * tensor_bytes)))
+    strike.device.shrink_around(strike.random.choice((1, tensor_bytes // 4, tensor_bytes)))
     strike.after.append(strike.device.widen)
 
 
