@@ -1,8 +1,8 @@
-"""The faults of stress_chaos.py, the net that they strike, and what it trains to without one.
+"""The faults of stress_chaos.py that any device can have, and the table of all.
 
-Question: none by itself; stress_chaos.py asks it. Covers: where saved tensors go (`WAYS`), when in a step a fault comes
-(`PHASES`), and what each fault does (`FAULTS`), with the errors that may come of it. Does not cover the order of
-strikes, and how they are judged and told.
+Question: none by itself; stress_chaos.py asks it. Covers: what each fault does, with the errors that may come of it.
+Does not cover those that only an accelerator has (chaos_accelerator.py), the net that they strike (chaos_world.py), the
+order of strikes, and how they are judged and told.
 """
 
 from __future__ import annotations
@@ -11,197 +11,47 @@ import contextlib
 import dataclasses
 import fcntl
 import os
-import random
 import resource
 import signal
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import delta_runtime as delta
-from delta_runtime import cpu_pool
 from delta_runtime.online.policies import get_policy
-
-BLOCKS = 6
-WIDTH = 64
-ROWS = 512
-FORWARD, BACKWARD, BETWEEN = "forward", "backward", "between"
-PHASES = (FORWARD, BACKWARD, BETWEEN)
-"""When a fault comes: at a block of forward or of backward, or between two steps."""
-DROPPED, HOST, DISK = "dropped", "host", "disk"
-WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        DROPPED: {"policy": "recompute"},
-        HOST: {"policy": "swap", "host_budget": "64MiB", "link_bytes_per_s": 2e9},
-        DISK: {"policy": "swap", "disk_budget": "64MiB"},
-    }
+from scripts.chaos_accelerator import (
+    ACCELERATORS,
+    NOTHING_LEAVES,
+    OF_ACCELERATORS,
+    show_slow_copies,
 )
-"""Where saved tensors go, with the runtime's settings for it."""
+from scripts.chaos_strike import LAST_BLOCKS, Fault, Never, Strike, Struck
+from scripts.chaos_world import (
+    BACKWARD,
+    BETWEEN,
+    CPU,
+    DISK,
+    DROPPED,
+    FORWARD,
+    HOST,
+    WIDTH,
+    Block,
+    op_fails,
+)
+
 _CHILD_S = 60.0
-
-
-class Struck(Exception):
-    """Raised by a fault, in code that is not the runtime's."""
-
-
-_op_fails: list[Callable[[], None]] = []
-
-
-@torch.library.custom_op("delta_chaos::scaled", mutates_args=())
-def scaled(x: Tensor) -> Tensor:
-    """Multiply by 1.5; an op of a program's own, which can be told to fail."""
-    for fail in _op_fails:
-        fail()
-    return x * 1.5
-
-
-@scaled.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-scaled.register_autograd(lambda ctx, grad: grad * 1.5)
-
-
-class Block(nn.Module):
-    """Linear, an op in place, dropout, an op of the program's own, and a view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.relu_(self.linear(x))
-        y = nn.functional.gelu(scaled(nn.functional.dropout(y, 0.1)))
-        return x + y.view(-1).view_as(x).tanh()
-
-
-class World:
-    """The net, what it trains to, and where in a step somebody wants to be called.
-
-    Attributes:
-        moment: called with the phase and the number of the block, whenever one is reached.
-        around_block: encloses each block of forward.
-    """
-
-    def __init__(self, seed: int) -> None:
-        cpu_pool.install()
-        self.seed = seed
-        torch.manual_seed(seed)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.x = torch.randn(ROWS, WIDTH)
-        self.moment: Callable[[str, int], None] = lambda phase, block: None
-        self.around_block: Callable[[int], contextlib.AbstractContextManager[None]] = lambda block: (
-            contextlib.nullcontext()
-        )
-        base_bytes = cpu_pool.allocated_bytes()
-        cpu_pool.reset_peak()
-        self.wanted = self.step(None)
-        self.range_bytes = cpu_pool.peak_bytes() - base_bytes
-
-    def loss(self) -> Tensor:
-        """Run forward."""
-        x = self.x
-        for number, block in enumerate(self.blocks):
-            self.moment(FORWARD, number)
-            with self.around_block(number):
-                x = block(x)
-            # Not the block itself: `self` would be held by the graph, and the graph by an error's traceback.
-            x.register_hook(lambda _, number=number: self.moment(BACKWARD, number))
-        return x.square().mean()
-
-    def step(self, runtime: delta.Runtime | None) -> list[Tensor]:
-        """Run one step on fixed numbers; return the loss, all gradients, and the random state behind it."""
-        for parameter in self.blocks.parameters():
-            parameter.grad = None
-        torch.manual_seed(self.seed)
-        with runtime.step() if runtime else contextlib.nullcontext():
-            loss = self.loss()
-            loss.backward()
-        gradients = [p.grad for p in self.blocks.parameters() if p.grad is not None]
-        return [loss.detach(), *(each.clone() for each in gradients), torch.get_rng_state()]
-
-    def is_right(self, told: list[Tensor]) -> bool:
-        """Whether these are the bits of a step without a runtime."""
-        return len(told) == len(self.wanted) and all(map(torch.equal, told, self.wanted))
-
-    def runtime(self, share: float = 0.7, **settings: Any) -> delta.Runtime:
-        """Return a new runtime that leaves `share` of what the step needs."""
-        budget_bytes = cpu_pool.allocated_bytes() + int(share * self.range_bytes)
-        return delta.Runtime(budget_bytes, device="cpu", min_bytes=0, **settings)
-
-    def rest(self) -> None:
-        """Let nobody be called any more, and forget the gradients."""
-        self.moment = lambda phase, block: None
-        self.around_block = lambda block: contextlib.nullcontext()
-        for parameter in self.blocks.parameters():
-            parameter.grad = None
-
-
-@dataclass
-class Strike:
-    """One fault in one step.
-
-    Attributes:
-        world: that it strikes.
-        way, phase: where tensors go, and when it comes.
-        block: at which block of that phase.
-        random: whatever else is by chance.
-        runtime: that it strikes.
-        files: descriptors of what the runtime has open: its spill file.
-        armed: whether what was prepared may take effect.
-        took: whether it was delivered; of an error that is raised later, whether it was raised.
-        after: is done when the step is over, whatever came of it; the last one first.
-        wrong: what else went wrong because of it.
-    """
-
-    world: World
-    way: str
-    phase: str
-    block: int
-    random: random.Random
-    runtime: delta.Runtime = field(init=False)
-    files: set[int] = field(default_factory=set)
-    armed: bool = False
-    took: bool = False
-    after: list[Callable[[], None]] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What goes wrong.
-
-    Args:
-        strike: does it, at the moment that was chosen.
-        phases, ways: when and where it makes sense.
-        errors: that may come up in the program because of it.
-        must_raise: whether one of them has to, once it was delivered.
-        settings: of the runtime that it strikes, beside those of the way.
-        arms: whether `strike` is called before the step begins, and takes effect at the moment by itself.
-        never: ways and phases in which what it waits for does not come.
-    """
-
-    strike: Callable[[Strike], None]
-    phases: tuple[str, ...] = PHASES
-    ways: tuple[str, ...] = tuple(WAYS)
-    errors: tuple[type[BaseException], ...] = ()
-    must_raise: bool = False
-    settings: Callable[[Strike], Mapping[str, Any]] | None = None
-    arms: bool = False
-    never: tuple[tuple[str, str], ...] = ()
-
-    def makes_sense(self, way: str, phase: str) -> bool:
-        """Whether it is struck there."""
-        return way in self.ways and phase in self.phases and (way, phase) not in self.never
+_RUNS_S = 10.0
+_LESS = {DROPPED: (0.45, 0.55), HOST: (0.2, 0.25), DISK: (0.15, 0.175)}
+"""How much of what the step needs fits into the smaller device. At 0.4, 0.15 and 0.1 steps die: all that may leave
+has left then, and in a first step what an op of the program's own made may not."""
+_SLOW_BYTES_PER_S = 2e7
 
 
 # ------------------------------------------------------------------------------------------- memory and files
@@ -209,17 +59,25 @@ class Fault:
 
 def no_memory(strike: Strike) -> None:
     """Nearly nothing may be allocated any more, in any op, until the step is over."""
-    former = cpu_pool.capacity_bytes()
-    cpu_pool.set_capacity(cpu_pool.allocated_bytes() + strike.random.choice((1, 1 << 15, 1 << 18)))
-    strike.after.append(lambda: cpu_pool.set_capacity(former))
-    strike.took = True
+    tensor_bytes = strike.device.tensor_bytes
+    strike.takes_if_more(strike.device.refusals)
+    strike.device.shrink_around(strike.random.choice((1, tensor_bytes // 4, tensor_bytes)))
+    strike.after.append(strike.device.widen)
+
+
+def less_memory(strike: Strike) -> None:
+    """Make the device smaller than the budget until the step is over; what may leave is more than that."""
+    world = strike.world
+    strike.takes_if_more(strike.device.refusals)
+    strike.device.shrink(world.budget_bytes(strike.random.choice(_LESS[strike.way])))
+    strike.after.append(strike.device.widen)
 
 
 def _limit_files(strike: Strike, size_bytes: int) -> None:
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, former[1]))
     strike.after.append(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, former))
-    strike.took = True
+    strike.takes_if_more(lambda: strike.runtime.session.counters().failed_writes)
 
 
 def full_disk(strike: Strike) -> None:
@@ -229,8 +87,7 @@ def full_disk(strike: Strike) -> None:
 
 def short_write(strike: Strike) -> None:
     """End writes somewhere within a tensor: from there on they fail."""
-    tensor_bytes = 4 * ROWS * WIDTH
-    _limit_files(strike, int(tensor_bytes * (strike.random.randrange(4) + 0.5)))
+    _limit_files(strike, int(strike.device.tensor_bytes * (strike.random.randrange(4) + 0.5)))
 
 
 def read_error(strike: Strike) -> None:
@@ -243,7 +100,7 @@ def read_error(strike: Strike) -> None:
         os.close(for_writes)
         strike.after.append(partial(os.close, kept))
         strike.after.append(partial(os.dup2, kept, descriptor))
-        strike.took = True
+    strike.takes_if_more(lambda: strike.runtime.session.counters().failed_reads)
 
 
 def open_files() -> set[int]:
@@ -257,14 +114,16 @@ def open_files() -> set[int]:
 
 
 def stopped_lanes(strike: Strike) -> None:
-    """End the threads that copy, in the middle of a step."""
-    strike.runtime.session.stop_lanes()
-    strike.took = True
+    """End whatever copies, in the middle of a step: what comes later is refused, or waits for its own copy."""
+    session = strike.runtime.session
+    session.stop_lanes()
+    strike.takes_if_more(lambda: sum(each["refusals"] for each in session.tiers()))
+    strike.takes_if_more(lambda: session.counters().swap_ins)
 
 
 def slow_lanes(strike: Strike) -> None:
     """Do nothing: the lanes are a hundred times too slow from the beginning."""
-    strike.took = True
+    show_slow_copies(strike, _SLOW_BYTES_PER_S)
 
 
 # --------------------------------------------------------------------------------------- errors of others
@@ -305,7 +164,7 @@ def _hooks_around_block(strike: Strike, fails: str) -> None:
 
 def failing_policy(strike: Strike) -> Mapping[str, Any]:
     """Return a policy that is asked whenever room is needed, and raises from the moment on."""
-    policy = get_policy(str(WAYS[strike.way]["policy"]))
+    policy = get_policy(str(strike.device.ways[strike.way]["policy"]))
     assert policy.filter is not None
     weigh = policy.filter.weights
 
@@ -332,8 +191,8 @@ def failing_rebuild(strike: Strike) -> None:
         strike.took = True
         raise Struck("in an op that is run again")
 
-    _op_fails.append(fail)
-    strike.after.append(_op_fails.clear)
+    op_fails.append(fail)
+    strike.after.append(op_fails.clear)
 
 
 def dropped_graph(strike: Strike) -> None:
@@ -342,20 +201,21 @@ def dropped_graph(strike: Strike) -> None:
     raise Struck("the graph is dropped")
 
 
-def interrupt(strike: Strike) -> None:
-    """Raise KeyboardInterrupt from a signal handler, up to three milliseconds later."""
+def handle_alarms(strike: Strike) -> Mapping[str, Any]:
+    """Let an alarm raise KeyboardInterrupt. Only the main thread may; a strike in backward may be on another."""
 
     def handler(number: int, frame: FrameType | None) -> None:
         strike.took = True
         raise KeyboardInterrupt
 
     former = signal.signal(signal.SIGALRM, handler)
+    strike.after.append(lambda: signal.signal(signal.SIGALRM, former))
+    strike.after.append(lambda: signal.setitimer(signal.ITIMER_REAL, 0))
+    return {}
 
-    def end() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, former)
 
-    strike.after.append(end)
+def interrupt(strike: Strike) -> None:
+    """Raise KeyboardInterrupt from a signal handler, up to three milliseconds later."""
     signal.setitimer(signal.ITIMER_REAL, 1e-5 + 3e-3 * strike.random.random())
 
 
@@ -365,25 +225,21 @@ def interrupt(strike: Strike) -> None:
 def fork(strike: Strike) -> None:
     """Fork; the child trains a step in a runtime of its own, and the parent goes on.
 
-    Forked within a backward, PyTorch has no backward in the child: there it runs forward only.
+    Forked within a backward, PyTorch has no backward in the child: there it runs forward only. Nor has it an
+    accelerator: there it runs forward on the CPU.
     """
-    strike.took = True
+    if strike.device.name != CPU:
+        torch.accelerator.synchronize()  # so that no thread of the simulated one holds a lock
     child = os.fork()
     if child == 0:
         status = 1
         try:
             signal.alarm(int(_CHILD_S / 2))
-            strike.world.rest()
-            runtime = strike.world.runtime()
-            if strike.phase == BACKWARD:
-                torch.manual_seed(strike.world.seed)
-                with torch.enable_grad(), runtime.step():
-                    loss = strike.world.loss()
-                status = 0 if torch.equal(loss, strike.world.wanted[0]) else 3
-            else:
-                status = 0 if strike.world.is_right(strike.world.step(runtime)) else 3
+            run = _step_of_child if strike.device.name == CPU else _forward_on_cpu
+            status = 0 if run(strike) else 3
         finally:
             os._exit(status)
+    strike.took = True
 
     def wait() -> None:
         ends_s = time.monotonic() + _CHILD_S
@@ -401,18 +257,43 @@ def fork(strike: Strike) -> None:
     strike.after.append(wait)
 
 
+def _step_of_child(strike: Strike) -> bool:
+    world = strike.world
+    world.rest()
+    runtime = world.runtime()
+    if strike.phase != BACKWARD:
+        return world.is_right(world.step(runtime))
+    world.device.seed(world.seed)
+    with torch.enable_grad(), runtime.step():
+        loss = world.loss()
+    return torch.equal(loss, world.wanted[0])
+
+
+def _forward_on_cpu(strike: Strike) -> bool:
+    net, x = torch.nn.Sequential(Block(), Block()), torch.randn(64, WIDTH)
+
+    def loss() -> Tensor:
+        torch.default_generator.manual_seed(0)
+        return torch.as_tensor(net(x).square().mean())
+
+    with torch.enable_grad(), delta.Runtime("64MiB", device="cpu", min_bytes=0).step():
+        told = loss()
+    return torch.equal(told, loss())
+
+
 def other_thread(strike: Strike) -> None:
     """Another thread trains a model of its own, with the same ops, until the step is over."""
-    strike.took = True
     stop = threading.Event()
     weights = strike.world.blocks[0].linear.weight.detach().clone().requires_grad_()
     x = strike.world.x.clone()
 
-    def gradient() -> Tensor:
-        (found,) = torch.autograd.grad((x @ weights).tanh().square().mean(), weights)
-        return found
-
     told: list[Tensor] = []
+    runs = threading.Event()
+
+    def gradient() -> Tensor:
+        loss = (x @ weights).tanh().square().mean()
+        runs.set()
+        return torch.autograd.grad(loss, weights)[0]
 
     def train() -> None:
         try:
@@ -423,6 +304,9 @@ def other_thread(strike: Strike) -> None:
 
     thread = threading.Thread(target=train)
     thread.start()
+    strike.took = runs.wait(
+        _RUNS_S
+    )  # not for its gradient: this may be the thread of all backwards
 
     def end() -> None:
         stop.set()
@@ -436,11 +320,11 @@ def other_thread(strike: Strike) -> None:
 
 def other_budget(strike: Strike) -> None:
     """Close the runtime, and go on with one of another budget."""
-    strike.took = True
     within = strike.phase != BETWEEN
     strike.runtime.close()
+    strike.took = True
     share = strike.random.choice((0.6, 0.8, 1.5))
-    strike.runtime = strike.world.runtime(share, **WAYS[strike.way])
+    strike.runtime = strike.world.runtime(share, **strike.device.ways[strike.way])
     if within:
         strike.runtime.__enter__()
         strike.after.append(lambda: strike.runtime.__exit__(None, None, None))
@@ -448,22 +332,42 @@ def other_budget(strike: Strike) -> None:
 
 def closed(strike: Strike) -> None:
     """Close the runtime; what follows goes on without it."""
+    strike.runtime.close()
+    strike.took = True
+
+
+def closed_by_backward(strike: Strike) -> None:
+    """Ask for the runtime to be closed on the thread of backward, which may not."""
     strike.took = True
     strike.runtime.close()
 
 
+_BY_WRITES = (Never(NOTHING_LEAVES, phases=(BACKWARD,)),)
+_NOT_RANKED = (
+    "what went in forward stays below until it is asked for: nothing has to be ranked any more"
+)
+_THREAD_OF_BACKWARD = "backward runs on a thread of its own there, which may close nothing"
+_BY_CLOSING = (Never(_THREAD_OF_BACKWARD, devices=ACCELERATORS, phases=(BACKWARD,)),)
+
 FAULTS: Mapping[str, Fault] = MappingProxyType(
     {
-        "no memory": Fault(no_memory, errors=(torch.OutOfMemoryError,)),
-        "disk full": Fault(full_disk, ways=(DISK,)),
-        "short write": Fault(short_write, ways=(DISK,)),
-        "read error": Fault(read_error, ways=(DISK,), errors=(delta.SwapFailed,)),
-        "lanes stopped": Fault(stopped_lanes, ways=(HOST, DISK)),
+        "no memory": Fault(
+            no_memory, errors=(torch.OutOfMemoryError,), backward_blocks=LAST_BLOCKS
+        ),
+        "less memory": Fault(less_memory, backward_blocks=LAST_BLOCKS),
+        "disk full": Fault(full_disk, ways=(DISK,), never=_BY_WRITES),
+        "short write": Fault(short_write, ways=(DISK,), never=_BY_WRITES),
+        "read error": Fault(
+            read_error, ways=(DISK,), errors=(delta.SwapFailed,), backward_blocks=LAST_BLOCKS
+        ),
+        "lanes stopped": Fault(stopped_lanes, ways=(HOST, DISK), backward_blocks=LAST_BLOCKS),
         "lanes slow": Fault(
             slow_lanes,
+            devices=(CPU,),
             phases=(FORWARD, BACKWARD),
             ways=(HOST,),
-            settings=lambda strike: {"link_bytes_per_s": 2e7},
+            backward_blocks=LAST_BLOCKS,
+            prepare=lambda strike: {"link_bytes_per_s": _SLOW_BYTES_PER_S},
         ),
         "error in pack": Fault(
             failing_pack, phases=(FORWARD,), errors=(Struck,), must_raise=True, arms=True
@@ -471,12 +375,11 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         "error in unpack": Fault(
             failing_unpack, phases=(BACKWARD,), errors=(Struck,), must_raise=True, arms=True
         ),
-        # In backward nothing has to be ranked any more: what went in forward stays below until it is asked for.
         "error in policy": Fault(
             from_now_on,
             errors=(Struck,),
-            settings=failing_policy,
-            never=((HOST, BACKWARD), (DISK, BACKWARD)),
+            prepare=failing_policy,
+            never=(Never(_NOT_RANKED, ways=(HOST, DISK), phases=(BACKWARD,)),),
         ),
         "error in rebuild": Fault(
             failing_rebuild, phases=(BACKWARD,), ways=(DROPPED,), errors=(Struck,)
@@ -484,11 +387,21 @@ FAULTS: Mapping[str, Fault] = MappingProxyType(
         "graph dropped": Fault(
             dropped_graph, phases=(FORWARD, BACKWARD), errors=(Struck,), must_raise=True
         ),
-        "interrupt": Fault(interrupt, errors=(KeyboardInterrupt,), must_raise=True),
+        "interrupt": Fault(
+            interrupt, errors=(KeyboardInterrupt,), must_raise=True, prepare=handle_alarms
+        ),
         "fork": Fault(fork),
         "other thread": Fault(other_thread),
-        "other budget": Fault(other_budget),
-        "closed": Fault(closed),
+        "other budget": Fault(other_budget, never=_BY_CLOSING),
+        "closed": Fault(closed, never=_BY_CLOSING),
+        "closed by backward": Fault(
+            closed_by_backward,
+            devices=ACCELERATORS,
+            phases=(BACKWARD,),
+            errors=(delta.UsageError,),
+            must_raise=True,
+        ),
+        **OF_ACCELERATORS,
     }
 )
 """Every fault, by name."""

@@ -2,12 +2,12 @@
 
 Runs these parts, each as a process of its own with a limit of its own, and notes in one JSON file what came of each as
 soon as it has ended: the build of the extension against the torch that is installed; tests/accelerator on the card,
-with streams that are late on purpose and memory that is filled with NaN; the gradient sweeps over PyTorch's ops and
-modules and over real models; some tests under compute-sanitizer, where it is installed, and under torch's own
-sanitizer; who trains behind walls; and the benchmarks of benchmarks/accelerator.py. No part may take more than 9
-minutes, nor all of them more than 25 in one call. A part that has passed with the sources and the card as they are is
-not run again (`--again`: it is), so the next call goes on where this one ended; what failed comes after what was never
-run. Exits 1 if a part failed or had no time left.
+with streams that are late on purpose and memory that is filled with NaN; faults of every kind in a training step
+(scripts/stress_chaos.py); the gradient sweeps over PyTorch's ops and modules and over real models; some tests under
+compute-sanitizer, where it is installed, and under torch's own sanitizer; who trains behind walls; and the benchmarks
+of benchmarks/accelerator.py. No part may take more than 9 minutes, nor all of them more than 25 in one call. A part
+that has passed with the sources and the card as they are is not run again (`--again`: it is), so the next call goes on
+where this one ended; what failed comes after what was never run. Exits 1 if a part failed or had no time left.
 
     python scripts/gpu_check.py [--json build/gpu_check.json] [--parts build,tests] [--minutes 25] [--again]
     python scripts/gpu_check.py --dry-run
@@ -61,6 +61,7 @@ class Part:
 
 PYTEST = ("{python}", "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider")
 ORDERS = "late or swapped_out_whole or host_memory"
+CHAOS = ("{python}", "scripts/stress_chaos.py", "--device", "{device}")
 BENCH = ("{python}", "-m", "benchmarks.accelerator")
 OUT = ("--device", "{device}", "--json", "{out}")
 
@@ -79,6 +80,12 @@ PARTS: tuple[Part, ...] = (
     Part(
         "tests",
         (*PYTEST, "tests/accelerator/test_lanes.py", "tests/accelerator/test_streams.py"),
+    ),
+    Part(
+        "faults",
+        (*CHAOS, "--seeds", "5"),
+        dry=(*CHAOS, "--seeds", "1", "--only", "less memory", "compute late", "other stream"),
+        limit_s=240,
     ),
     Part(
         "sweeps",

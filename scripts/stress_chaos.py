@@ -6,12 +6,13 @@ that a runtime sees, the second, or one that follows a plan. Where is by the see
 the bits of an ordinary one, or raise what the fault raises; then the next step must be right, and nothing may be left:
 hooks, soft limits, live bytes, records, threads, file descriptors. A step that hangs for two minutes ends the run with
 all stacks. Takes about 15 s a seed on one core; needs no GPU. Exits 1 on a wrong result, a leak, or a cell in which
-no strike was delivered.
+no strike was delivered. Delivered means that it was seen to be: an allocation that was refused, a write that failed.
 
-    python scripts/stress_chaos.py [--seeds 5] [--first-seed 0] [--only NAME ...] [--out FILE]
+    python scripts/stress_chaos.py [--device cpu] [--seeds 5] [--first-seed 0] [--only NAME ...] [--out FILE]
 
-`--out` appends each strike to FILE, a line of JSON each; strikes that it has already are not run again.
-tests/scripts/test_chaos.py runs one seed.
+`--device` is `cpu`, `cuda`, or `fake`: the simulated accelerator of the tests. Below these two there is no disk; they
+have faults of their own (chaos_accelerator.py). `--out` appends each strike to FILE, a line of JSON each; strikes that
+it has already are not run again. tests/scripts/test_chaos.py runs one seed, tests/accelerator/test_chaos.py another.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import json
 import os
 import random
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -40,17 +42,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from scripts.chaos_faults import (
-    BETWEEN,
-    BLOCKS,
-    FAULTS,
-    PHASES,
-    WAYS,
-    Fault,
-    Strike,
-    World,
-    open_files,
-)
+from scripts.chaos_faults import FAULTS, open_files
+from scripts.chaos_strike import Fault, Strike
+from scripts.chaos_world import BACKWARD, BETWEEN, BLOCKS, DEVICES, PHASES, Device, World, device_of
 from scripts.stress_interrupts import clear_away, leftovers
 from scripts.stress_leaks import Footprint, footprint
 
@@ -66,13 +60,15 @@ class Outcome:
     """What came of one strike.
 
     Args:
-        fault, way, phase, seed: which it was.
-        took: whether it was delivered; of an error that is raised later, whether it was raised.
+        device, fault, way, phase, seed: which it was.
+        took: whether it was delivered: seen to be.
         right: whether the step that was struck gave the ordinary bits; else an error came up.
         error: its type; empty if there was none.
+        rescues: how often room was made where memory had run out.
         wrong: what must not be: other bits, an error that is not the fault's, a next step that fails, leftovers.
     """
 
+    device: str
     fault: str
     way: str
     phase: str
@@ -80,20 +76,25 @@ class Outcome:
     took: bool
     right: bool
     error: str
+    rescues: int
     wrong: tuple[str, ...]
 
     @property
     def which(self) -> tuple[str, str, str, int]:
-        """Tells it from all other strikes."""
+        """Tells it from all other strikes on its device."""
         return self.fault, self.way, self.phase, self.seed
 
 
-def cells() -> Iterator[tuple[str, str, str]]:
-    """Yield each fault with each way and phase that it makes sense in."""
+Cell = tuple[str, str, str]
+"""A fault, a way and a phase."""
+
+
+def cells(device: Device, only: Sequence[str] = ()) -> Iterator[Cell]:
+    """Yield each fault with each way and phase that it makes sense in on that device."""
     for name, fault in FAULTS.items():
-        for way in WAYS:
+        for way in device.ways:
             for phase in PHASES:
-                if fault.makes_sense(way, phase):
+                if (not only or name in only) and fault.makes_sense(device.name, way, phase):
                     yield name, way, phase
 
 
@@ -101,7 +102,7 @@ def one_strike(world: World, name: str, way: str, phase: str, seed: int) -> Outc
     """Strike once, and look at what comes of it."""
     fault = FAULTS[name]
     by_chance = random.Random(f"{name} {way} {phase} {seed}")
-    before = footprint()
+    before = taken(world)
     told_to, sys.unraisablehook = sys.unraisablehook, _forget
     faulthandler.dump_traceback_later(_HANGS_S, exit=True)
     try:
@@ -112,7 +113,7 @@ def one_strike(world: World, name: str, way: str, phase: str, seed: int) -> Outc
             told = type(error).__name__ if error is not None else ""
             del error
             wrong += _next_step(world, strike)
-            took = strike.took
+            took, rescues = strike.took, _rescues(strike)
             del strike
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -120,8 +121,14 @@ def one_strike(world: World, name: str, way: str, phase: str, seed: int) -> Outc
     wrong += [f"left: {each}" for each in leftovers()]
     if wrong:
         clear_away()
-    wrong += grown(before)
-    return Outcome(name, way, phase, seed, took, right, told, tuple(wrong))
+    wrong += grown(world, before)
+    return Outcome(
+        world.device.name, name, way, phase, seed, took, right, told, rescues, tuple(wrong)
+    )
+
+
+def _rescues(strike: Strike) -> int:
+    return int(strike.runtime.session.counters().rescues)
 
 
 def _forget(_: object) -> None:
@@ -131,8 +138,9 @@ def _forget(_: object) -> None:
 def _struck(
     world: World, fault: Fault, way: str, phase: str, by_chance: random.Random
 ) -> tuple[Strike, bool, BaseException | None]:
-    strike = Strike(world, way, phase, by_chance.randrange(BLOCKS), by_chance)
-    settings = dict(WAYS[way]) | dict(fault.settings(strike) if fault.settings else {})
+    blocks = fault.backward_blocks if phase == BACKWARD else range(BLOCKS)
+    strike = Strike(world, way, phase, by_chance.choice(blocks), by_chance)
+    settings = dict(world.device.ways[way]) | dict(fault.prepare(strike) if fault.prepare else {})
     files = open_files()
     strike.runtime = world.runtime(**settings)
     strike.files = open_files() - files
@@ -162,10 +170,8 @@ def _struck(
         traceback.clear_frames(raised.__traceback__)
         raised.__traceback__ = None
     finally:
+        strike.end()
         world.rest()
-        for undo in reversed(strike.after):
-            undo()
-        strike.after.clear()
     return strike, right, error
 
 
@@ -189,7 +195,7 @@ def _next_step(world: World, strike: Strike) -> list[str]:
             if not world.is_right(world.step(strike.runtime)):
                 wrong.append("other bits in the next step")
             strike.runtime.close()
-        runtime = world.runtime(**WAYS[strike.way])
+        runtime = world.runtime(**world.device.ways[strike.way])
         if not world.is_right(world.step(runtime)):
             wrong.append("other bits in a new runtime")
         runtime.close()
@@ -200,11 +206,17 @@ def _next_step(world: World, strike: Strike) -> list[str]:
     return wrong
 
 
-def grown(before: Footprint) -> list[str]:
+def taken(world: World) -> Footprint:
+    """Return what the process holds, the device's memory in the place of the pool's."""
+    world.device.settle()
+    return footprint(world.device.allocated_bytes)
+
+
+def grown(world: World, before: Footprint) -> list[str]:
     """Return what the process holds more of than before, given a second for threads to end."""
     ends_s = time.monotonic() + _ENDS_S
     while True:
-        now = footprint()
+        now = taken(world)
         fields = [each.name for each in dataclasses.fields(Footprint)]
         more = [name for name in fields if getattr(now, name) > getattr(before, name)]
         if not more or time.monotonic() > ends_s:
@@ -215,20 +227,24 @@ def grown(before: Footprint) -> list[str]:
         time.sleep(_ENDS_S / 20)
 
 
-def show(outcomes: Sequence[Outcome], console: Console) -> None:
+def show(world: World, outcomes: Sequence[Outcome], console: Console) -> None:
     """Print the table: strikes that were delivered of all, how many of them right and with an error."""
+    device = world.device
     table = Table(
         title="strikes that were delivered: right to the bit + with the fault's error, of all strikes"
     )
     table.add_column("fault")
-    for way in WAYS:
+    for way in device.ways:
         for phase in PHASES:
             table.add_column(f"{way}, {phase}", justify="right")
+    struck = {each.fault for each in outcomes}
     for name, fault in FAULTS.items():
+        if name not in struck:
+            continue
         row = [name]
-        for way in WAYS:
+        for way in device.ways:
             for phase in PHASES:
-                if not fault.makes_sense(way, phase):
+                if not fault.makes_sense(device.name, way, phase):
                     row.append("")
                     continue
                 mine = [o for o in outcomes if (o.fault, o.way, o.phase) == (name, way, phase)]
@@ -242,22 +258,28 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
 
 
 def strike_all(
-    seeds: Sequence[int], only: Sequence[str] = (), out: Path | None = None, *, quiet: bool = False
+    world: World,
+    seeds: Sequence[int],
+    only: Sequence[str] = (),
+    out: Path | None = None,
+    *,
+    quiet: bool = False,
 ) -> list[Outcome]:
-    """Strike every cell once with each seed; return what came of it, with what `out` had already."""
+    """Strike every cell once with each seed; return what came of it, with what `out` had of this device already."""
+    device = world.device
     outcomes: list[Outcome] = []
     if out is not None and out.exists():
         for line in out.read_text().splitlines():
             told = json.loads(line)
             outcomes.append(Outcome(**{**told, "wrong": tuple(told["wrong"])}))
+        outcomes = [each for each in outcomes if each.device == device.name]
     known = {each.which for each in outcomes}
     todo = [
         (*cell, seed)
         for seed in seeds
-        for cell in cells()
-        if (not only or cell[0] in only) and (*cell, seed) not in known
+        for cell in cells(device, only)
+        if (*cell, seed) not in known
     ]
-    world = World(0)
     warm_up(world)
     gc.collect()
     gc.freeze()  # what is there already need not be looked through behind each strike
@@ -277,7 +299,9 @@ def strike_all(
 
 def warm_up(world: World) -> None:
     """Have everything made that is made once in a process: threads, tables, caches."""
-    for way in WAYS.values():
+    world.device.start()
+    world.moment = lambda phase, block: threading.current_thread() and None  # counted from then on
+    for way in world.device.ways.values():
         runtime = world.runtime(**way)
         for _ in range(2):
             world.step(runtime)
@@ -287,11 +311,11 @@ def warm_up(world: World) -> None:
 
 
 def never_struck(
-    outcomes: Sequence[Outcome], only: Sequence[str] = ()
-) -> list[tuple[str, str, str]]:
+    device: Device, outcomes: Sequence[Outcome], only: Sequence[str] = ()
+) -> list[Cell]:
     """Return the cells in which no strike was delivered."""
     struck = {(each.fault, each.way, each.phase) for each in outcomes if each.took}
-    return [cell for cell in cells() if (not only or cell[0] in only) and cell not in struck]
+    return [cell for cell in cells(device, only) if cell not in struck]
 
 
 def main() -> int:
@@ -299,6 +323,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--device", choices=DEVICES, default=DEVICES[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", default=[], choices=list(FAULTS), metavar="NAME")
@@ -308,17 +333,22 @@ def main() -> int:
     console = Console(width=180)
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     begin_s = time.perf_counter()
-    outcomes = strike_all(seeds, options.only, options.out)
-    show(outcomes, console)
+    try:
+        world = World(0, device_of(options.device))
+    except RuntimeError as error:
+        parser.exit(2, f"{error}\n")
+    outcomes = strike_all(world, seeds, options.only, options.out)
+    show(world, outcomes, console)
     for each in outcomes:
         for wrong in each.wrong:
             console.print(f"{each.fault}, {each.way}, {each.phase}, seed {each.seed}: {wrong}")
-    missed = never_struck(outcomes, options.only)
+    missed = never_struck(world.device, outcomes, options.only)
     for cell in missed:
         console.print("never delivered:", ", ".join(cell))
     wrong = sum(bool(each.wrong) for each in outcomes)
+    rescues = sum(each.rescues for each in outcomes)
     seconds = time.perf_counter() - begin_s
-    console.print(f"{len(outcomes)} strikes, {wrong} wrong, {seconds:.0f} s")
+    console.print(f"{len(outcomes)} strikes, {wrong} wrong, {rescues:,} rescues, {seconds:.0f} s")
     return 1 if wrong or missed else 0
 
 

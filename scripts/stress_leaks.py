@@ -115,11 +115,15 @@ def settle() -> None:
         gc.collect()
 
 
-def footprint() -> Footprint:
-    """Take the footprint of this process, after garbage collection."""
+def footprint(live_bytes: Callable[[], int] = cpu_pool.allocated_bytes) -> Footprint:
+    """Take the footprint of this process, after garbage collection.
+
+    Args:
+        live_bytes: asked for what lives on the device.
+    """
     settle()
     return Footprint(
-        live_bytes=cpu_pool.allocated_bytes(),
+        live_bytes=live_bytes(),
         records=_C.live_records(),
         runtimes=sum(type(thing) is delta.Runtime for thing in gc.get_objects()),
         threads=threading.active_count(),

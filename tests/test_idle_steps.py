@@ -6,6 +6,7 @@ Does not cover: how much time an idle step takes; benchmarks/overhead.py measure
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 import warnings
@@ -109,6 +110,7 @@ class Training:
         self.entered = contextlib.ExitStack()
         self.runtime: delta.Runtime | None = None
         self.step(ROWS)  # gradients are there from here on
+        gc.collect()
         cpu_pool.reset_peak()
         self.base_bytes = cpu_pool.allocated_bytes()
         self.step(ROWS)

@@ -59,6 +59,7 @@ void bind_pool(py::module_& m) {
   pool.def("peak_bytes", &cpu_pool::peak_bytes);
   pool.def("reset_peak", &cpu_pool::reset_peak);
   pool.def("allocation_count", &cpu_pool::allocation_count);
+  pool.def("full_count", &cpu_pool::full_count);
   pool.def("take_refused_bytes", &cpu_pool::take_refused_bytes);
   pool.def("set_soft_limit_is_hard", &cpu_pool::set_soft_limit_is_hard);
   pool.def("reset_step_peak", &cpu_pool::reset_step_peak);

@@ -87,7 +87,7 @@ void SwapIn::raise_lost(const Page& page) const {
         "kernel of your own: tell it with delta_runtime.mark_written), or the host's memory is "
         "bad.");
   }
-  const int error = counters_.read_error;
+  const int error = counters_.read_error != 0 ? counters_.read_error : counters_.write_error;
   const std::string why = error == kOtherBytes
                               ? "the bytes in the spill file are not those that were written"
                               : std::strerror(error);

@@ -299,7 +299,7 @@ bool SwapTiers::reap() {
         counters_.write_error = counters_.write_error != 0 ? counters_.write_error : t.error;
         Page* page = pages_.managed(t.page);
         if (page != nullptr && page->below.copy && page->below.copy->transfer.get() == &t) {
-          page->below.copy.reset();
+          fail_out(*page);
         }
       }
       end_transfer(t);
@@ -406,8 +406,18 @@ void SwapTiers::finish_in(Page& page) {
   events_.emit(EventKind::SwappedIn, &page, page.bytes, seconds, now_.key_of(*page.current));
 }
 
-// The copy below could not be read, or is not what went: from here on the page is one that was
-// dropped, if it has a recipe that still holds.
+// The copy below never was whole. On an accelerator its page may have gone by then: what comes
+// later on the stream of its memory had only been told to wait for it.
+void SwapTiers::fail_out(Page& page) {
+  page.below.copy.reset();
+  if (page.residency() == Residency::Swapped) {
+    swapped_.remove(page);
+    levels_.swapped_now_bytes -= page.bytes;
+    do_without_copy(page, /*differs=*/false);
+  }
+}
+
+// The copy below could not be read, or is not what went.
 void SwapTiers::fail_in(Page& page, bool differs) {
   if (!differs) {
     ++counters_.failed_reads;
@@ -419,6 +429,11 @@ void SwapTiers::fail_in(Page& page, bool differs) {
   page.below.copy.reset();
   levels_.swapping_in_bytes -= page.bytes;
   page.strong.unsafeGetStorageImpl()->set_data_ptr_noswap(c10::DataPtr(nullptr, options_.device));
+  do_without_copy(page, differs);
+}
+
+// From here on the page is one that was dropped, if it has a recipe that still holds.
+void SwapTiers::do_without_copy(Page& page, bool differs) {
   if (page.current->anchor || !recipes_.anchor(*page.current)) {
     page.move_to(Residency::Lost);
     page.went.differs = differs;

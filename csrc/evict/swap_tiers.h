@@ -93,7 +93,9 @@ class SwapTiers : public Part, private Writer {
   std::shared_ptr<Block> room_for(int64_t bytes, size_t& place);
   bool can_write_back(const Page& page) const;
   bool copy_is_good(const Page& page) const;
+  void fail_out(Page& page);
   void fail_in(Page& page, bool differs);
+  void do_without_copy(Page& page, bool differs);
   Row* find(int64_t id) override;
   bool write_back(Row& row) override { return write_back(static_cast<Page&>(row)); }
   void trace(const Transfer& transfer, TraceKind kind);

@@ -26,6 +26,7 @@ std::atomic<int64_t> g_window_refused{0};
 std::atomic<int64_t> g_soft_limit{0};
 std::atomic<int64_t> g_capacity{0};
 std::atomic<int64_t> g_allocations{0};
+std::atomic<int64_t> g_full{0};
 std::atomic<int64_t> g_rescues{0};
 std::atomic<int64_t> g_rescued_bytes{0};
 std::atomic<int64_t> g_over_limit_peak{0};
@@ -165,6 +166,7 @@ class PoolAllocator final : public c10::Allocator {
       capacity = capacity > 0 ? std::min(capacity, soft) : soft;
     }
     if (capacity > 0 && live > capacity) {
+      g_full.fetch_add(1, std::memory_order_relaxed);
       if (ask_for_room(live - capacity)) {
         live = g_live.load(std::memory_order_relaxed);
       }
@@ -227,6 +229,7 @@ int64_t live_bytes() { return g_live.load(std::memory_order_relaxed); }
 int64_t peak_bytes() { return g_peak.load(std::memory_order_relaxed); }
 void reset_peak() { g_peak.store(g_live.load()); }
 int64_t allocation_count() { return g_allocations.load(); }
+int64_t full_count() { return g_full.load(); }
 
 void open_window() {
   g_window_peak.store(g_live.load(std::memory_order_relaxed), std::memory_order_relaxed);

@@ -44,6 +44,7 @@ int64_t resident_bytes();  // of large blocks: what the system gave for them, in
 int64_t peak_bytes();
 void reset_peak();
 int64_t allocation_count();
+int64_t full_count();  // allocations that did not fit below the capacity before room was made
 
 // A second peak, of the runtime's current step, so that a user's reset_peak() and ours do not
 // disturb each other.

@@ -112,9 +112,9 @@ constexpr bool is_legal(Residency from, Residency to) {
       return to == Residency::Dropped || to == Residency::Swapped;
     case Residency::Dropped:
       return to == Residency::Resident;
-    case Residency::Swapped:
-      return to == Residency::SwappingIn;
-    case Residency::SwappingIn:  // Dropped: the copy failed, and there is a recipe
+    case Residency::Swapped:  // Dropped, here and below: the copy failed, and there is a recipe
+      return to == Residency::SwappingIn || to == Residency::Dropped || to == Residency::Lost;
+    case Residency::SwappingIn:
       return to == Residency::Resident || to == Residency::Dropped || to == Residency::Lost;
     case Residency::Lost:
       return false;

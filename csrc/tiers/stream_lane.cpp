@@ -95,6 +95,13 @@ void StreamLane::wait(Transfer& transfer) {
 }
 
 void StreamLane::fail_all() noexcept {
+  if (process_ == getpid()) {
+    try {
+      stream_.synchronize();
+    } catch (const std::exception&) {
+      // Then nothing runs on it any more.
+    }
+  }
   for (auto& transfer : queue_) {
     transfer->error = EIO;
     queued_bytes_.fetch_sub(transfer->bytes, std::memory_order_relaxed);

@@ -13,6 +13,7 @@
 //     and on another stream than the page's, for that one too.
 //  4. A block of host memory goes back when the mark was reached, not when it was queued.
 //  5. A device that fails leaves no copy that anybody trusts: all that was under way has failed.
+//     The stream is waited for first, if it can be: what it still copies to is about to be freed.
 #pragma once
 
 #include <sys/types.h>

@@ -418,3 +418,73 @@ def test_what_was_on_its_way_back_is_recomputed_when_the_device_fails(device, co
     assert runtime.session.counters().failed_reads > 0
     assert torch.equal(x.grad.cpu(), gradient(device, None))
     runtime.close()
+
+
+def fail_for_a_moment(runtime: delta.Runtime, failing) -> None:
+    """The device answers nothing while the runtime asks what has become of its copies."""
+    failing(True)
+    runtime.session.take_in_transfers()
+    failing(False)
+
+
+@pytest.mark.filterwarnings("ignore:delta_runtime. copying:RuntimeWarning")
+def test_what_was_on_its_way_out_is_recomputed_when_the_device_fails(device, controls, failing):
+    """Its memory was given away already: what comes next on that stream waits for the copy."""
+    runtime = swapper(device)
+    x = torch.linspace(0, 1, 1 << 18).to(device).requires_grad_()
+    controls.slow_copies(20e6)
+    loss = swap_out_a_graph(runtime, x)
+    fail_for_a_moment(runtime, failing)
+    controls.slow_copies(0)
+    assert runtime.session.counters().failed_writes > 0
+    assert runtime.session.levels().swapped_now_bytes == 0
+    with runtime.step():
+        loss.backward()
+    assert torch.equal(x.grad.cpu(), gradient(device, None))
+    runtime.close()
+
+
+@pytest.mark.filterwarnings("ignore:delta_runtime. copying:RuntimeWarning")
+def test_what_was_on_its_way_out_and_has_no_recipe_is_told_when_the_device_fails(
+    device, controls, failing
+):
+    runtime = swapper(device)
+    x = torch.linspace(0, 1, 1 << 18).to(device).requires_grad_()
+    other = torch.ones(1 << 18, device=device)
+    controls.slow_copies(20e6)
+    with runtime.step():
+        loss = chain_of_sines(x + other)
+        runtime.session.make_room(1 << 40)
+    other.zero_()  # the first sine's argument cannot be made any more
+    fail_for_a_moment(runtime, failing)
+    controls.slow_copies(0)
+    with runtime.step(), pytest.raises(delta.SwapFailed, match="The device failed"):
+        loss.backward()
+    counters = runtime.session.counters()
+    assert counters.failed_writes > 0 and counters.lost_pages > 0
+    runtime.close()
+
+
+@pytest.mark.filterwarnings("ignore:delta_runtime. copying:RuntimeWarning")
+def test_a_copy_that_is_given_up_writes_into_nobodys_memory(device, controls, failing):
+    """The device may only have been deaf for a moment: the copy goes on, and its memory has another owner."""
+    runtime = swapper(device)
+    x = torch.linspace(0, 1, 1 << 18).to(device).requires_grad_()
+    loss = swap_out_a_graph(runtime, x)
+    torch.accelerator.synchronize()
+    runtime.session.take_in_transfers()
+    others = []
+
+    def fail(_: object) -> None:
+        fail_for_a_moment(runtime, failing)
+        others.extend(torch.ones(1 << 18, device=device) for _ in range(6))
+
+    controls.slow_copies(20e6)
+    loss.grad_fn.next_functions[0][0].next_functions[0][0].register_prehook(fail)
+    with runtime.step():
+        loss.backward()
+    controls.slow_copies(0)
+    torch.accelerator.synchronize()
+    assert runtime.session.counters().failed_reads > 0
+    assert [bool(each.eq(1.0).all()) for each in others] == [True] * 6
+    runtime.close()

@@ -49,6 +49,10 @@ class FakeAccelerator:
         """Enqueues a sleep."""
         self._native.delay(stream_id, seconds)
 
+    def set_lateness(self, seconds: float, stream_id: int = 0) -> None:
+        """How much later than it could each task of a stream begins, poison included; 0: none."""
+        self._native.set_lateness(seconds, stream_id)
+
     def set_lost(self, lost: bool) -> None:
         """Whether asking for the state of an event, or waiting for it, fails, as on a card that has crashed."""
         self._native.set_lost(lost)
@@ -56,6 +60,14 @@ class FakeAccelerator:
     def set_capacity(self, capacity: int) -> None:
         """The size of the device's memory in bytes, cached blocks included; 0: no limit."""
         self._native.set_capacity(capacity)
+
+    def refuse_allocation(self, after: int) -> None:
+        """Let the allocation after so many more find no memory, once; negative: let all find what there is."""
+        self._native.refuse_allocation(after)
+
+    def streams(self) -> int:
+        """How many streams there are at the most; their ids are the numbers below."""
+        return self._native.streams()
 
     def allocated_bytes(self) -> int:
         """The bytes of live blocks, each rounded up to 512."""

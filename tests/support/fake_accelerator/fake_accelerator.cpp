@@ -106,7 +106,8 @@ class Stream {
   void wait_for(Recording& recording);
 
   std::atomic<double> copy_bytes_per_s{0};
-  std::atomic<double> blocked_s{0};  // waiting for events
+  std::atomic<double> blocked_s{0};   // waiting for events
+  std::atomic<double> lateness_s{0};  // of each task
 
  private:
   void work() {
@@ -116,6 +117,7 @@ class Stream {
       std::function<void()> task = std::move(tasks_.front());
       tasks_.pop_front();
       lock.unlock();
+      sleep_for(lateness_s);
       task();
       task = nullptr;
       lock.lock();
@@ -317,6 +319,7 @@ class Allocator final : public c10::DeviceAllocator {
     void* data = nullptr;
     {
       std::lock_guard<std::mutex> lock(mutex_);
+      if (refuses_in_ >= 0 && refuses_in_-- == 0) refuse(bytes);
       process_pending();
       auto& cached = cache_[{current_id, bytes}];
       if (!cached.empty()) {  // the last one freed is the first one used again
@@ -391,6 +394,11 @@ class Allocator final : public c10::DeviceAllocator {
     capacity_ = bytes;
   }
 
+  void refuse_in(int64_t allocations) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    refuses_in_ = allocations;
+  }
+
   bool owns(const void* data) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto after = live_.upper_bound(const_cast<void*>(data));
@@ -424,19 +432,22 @@ class Allocator final : public c10::DeviceAllocator {
     return capacity_ == 0 || stats_.reserved_bytes[0].current + bytes <= capacity_;
   }
 
+  [[noreturn]] void refuse(size_t bytes) {
+    ++stats_.num_ooms;
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "fake: out of memory. Tried to allocate ", bytes,
+                     " bytes; ", stats_.allocated_bytes[0].current, " bytes are allocated, ",
+                     stats_.reserved_bytes[0].current, " reserved, the capacity is ", capacity_,
+                     ".");
+    std::abort();  // for compilers that do not see that the line above throws
+  }
+
   void* from_system(size_t bytes) {
     if (!fits(bytes)) {
       ++stats_.num_alloc_retries;
       drop_cache();
     }
     void* data = nullptr;
-    if (!fits(bytes) || posix_memalign(&data, kAlignment, bytes) != 0) {
-      ++stats_.num_ooms;
-      TORCH_CHECK_WITH(OutOfMemoryError, false, "fake: out of memory. Tried to allocate ", bytes,
-                       " bytes; ", stats_.allocated_bytes[0].current, " bytes are allocated, ",
-                       stats_.reserved_bytes[0].current, " reserved, the capacity is ", capacity_,
-                       ".");
-    }
+    if (!fits(bytes) || posix_memalign(&data, kAlignment, bytes) != 0) refuse(bytes);
     stats_.reserved_bytes[0].increase(bytes);
     return data;
   }
@@ -503,6 +514,7 @@ class Allocator final : public c10::DeviceAllocator {
   std::mutex mutex_;
   DeviceStats stats_;
   size_t capacity_ = 0;
+  int64_t refuses_in_ = -1;  // allocations that go well before one does not; negative: all go well
   std::map<void*, Block> live_;
   std::map<std::pair<c10::StreamId, size_t>, std::vector<void*>> cache_;
   std::list<std::pair<void*, Block>> pending_;  // freed, but a recorded stream is not done
@@ -1248,11 +1260,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       if (id < 0 || i == id) stream_of(i).copy_bytes_per_s = speed;
     }
   });
+  m.def("set_lateness", [](double seconds, int64_t id) { stream_of(id).lateness_s = seconds; });
   m.def("set_lost", [](bool lost) { device_lost = lost; });
   m.def("delay", [](int64_t id, double seconds) {
     stream_of(id).enqueue([seconds] { sleep_for(seconds); });
   });
   m.def("set_capacity", [](size_t bytes) { allocator().set_capacity(bytes); }, no_gil);
+  m.def("refuse_allocation", [](int64_t after) { allocator().refuse_in(after); }, no_gil);
+  m.def("streams", [] { return kStreams; });
   m.def(
       "allocated_bytes", [] { return allocator().getDeviceStats(0).allocated_bytes[0].current; },
       no_gil);
