@@ -2,17 +2,16 @@
 
 Observing takes microseconds for each op, which a step of small ops feels, and whoever fits the budget anyway gets
 nothing for them. So, once some steps in a row had nothing to do, the coming ones are run as without a runtime, but
-for two things (csrc/observe/idle_step.h). Their first ops are compared with those of steps that fitted. And at a share
-of their ops, where those are not very small, the live bytes are compared with the highest peak of those steps. What is
-different wakes the runtime up. From time to time a step is observed all the same.
+for two things (csrc/observe/idle_step.h). Their first ops are compared with those of steps that fitted. And the live
+bytes are compared with the highest peak of those steps. What is different wakes the runtime up. From time to time a
+step is observed all the same.
 
-Covers which of the coming steps may be idle. Does not cover what is done in one (runtime), nor steps that are left
-alone because the budget cannot be met (standing_aside).
+Covers which of the coming steps may be idle, where their beginning and end are told (`runtime.step()`). Does not cover
+what is done in one (runtime), nor steps that are left alone because the budget cannot be met (standing_aside).
 """
 
 from __future__ import annotations
 
-from delta_runtime.affordable_peak import OBSERVING_S
 from delta_runtime.known_step import StepCost
 
 QUIET_STEPS = 8
@@ -20,10 +19,13 @@ QUIET_STEPS = 8
 IDLE_STEPS = 100
 """Idle ones in a row; then one is observed."""
 _SEEN = 2  # times that steps of one kind had nothing to do, before one may be idle
-_SPARE = 0.01  # share of the budget that has to be free at the peak
-_TIMES_MORE = 8  # quiet steps are asked for, once an idle step has passed the budget
-_OP_S = 1e-4  # ops that take so long, or longer: the live bytes are looked at in each of them
-_LEAST_OP_S = 2e-5  # less: in none, for even not to look costs PyTorch something
+_SPARE = (
+    0.1  # share of the budget that has to be free at the peak: what wakes up late cannot evict all
+)
+_MORE = 0.01  # of the highest growth; whose live bytes grow by more than that is another step
+_TIMES_MORE = (
+    8  # quiet steps are asked for, once a step that began as an idle one has passed the budget
+)
 _MOST_KINDS = 1 << 10  # of a program whose shapes never repeat
 
 
@@ -44,7 +46,6 @@ class IdleSteps:
         self._quiet = 0
         self._left = 0  # idle steps before one is observed again
         self._growth_bytes = 0  # of a step from its begin to its peak, the most of all quiet ones
-        self._op_s = 0.0  # of an op, the least of all quiet steps
         self._times: dict[int, int] = {}  # that steps with this fingerprint were quiet
 
     def may_begin(self, live_bytes: int) -> bool:
@@ -54,12 +55,7 @@ class IdleSteps:
 
     def most_bytes(self, live_bytes: int) -> int:
         """Return the most that may be live in the next step before it is another than those before."""
-        return live_bytes + int(self._growth_bytes * (1 + _SPARE))
-
-    @property
-    def share(self) -> float:
-        """Of its ops in which to look at the live bytes."""
-        return min(1.0, self._op_s / _OP_S) if self._op_s >= _LEAST_OP_S else 0.0
+        return live_bytes + int(self._growth_bytes * (1 + _MORE))
 
     def saw_quiet(self, cost: StepCost) -> bool:
         """Take in an observed step that fitted, and had nothing for the runtime to do or to learn.
@@ -69,8 +65,6 @@ class IdleSteps:
         """
         self._quiet += 1
         self._growth_bytes = max(self._growth_bytes, cost.peak_bytes - cost.begin_bytes)
-        op_s = cost.seconds / max(1, cost.ops) - OBSERVING_S
-        self._op_s = min(self._op_s, op_s) if self._quiet > 1 else op_s
         if self._quiet >= self._needed:
             self._left = IDLE_STEPS
         if len(self._times) >= _MOST_KINDS:
@@ -78,11 +72,11 @@ class IdleSteps:
         times = self._times[cost.fingerprint] = self._times.get(cost.fingerprint, 0) + 1
         return times >= _SEEN
 
-    def was_idle(self, peak_bytes: int) -> bool:
-        """Take in an idle step; return whether it passed the budget, after which none may be idle for long."""
+    def was_idle(self) -> None:
+        """Take in that a step was idle to its end."""
         self._left -= 1
-        passed = peak_bytes > self._budget_bytes
-        if passed:
-            self._needed *= _TIMES_MORE
-            self.forget()
-        return passed
+
+    def passed(self) -> None:
+        """Take in that a step which began as an idle one has passed the budget: none is idle for long."""
+        self._needed *= _TIMES_MORE
+        self.forget()

@@ -156,10 +156,6 @@ class Runtime:
             if runtime := this():
                 runtime._after_step()
 
-        def behind_optimizer() -> None:
-            if runtime := this():
-                runtime._behind_optimizer()
-
         def wake(_: int) -> None:
             if runtime := this():
                 runtime._wake()
@@ -173,7 +169,6 @@ class Runtime:
             self.budget_bytes,
             tiers,
             after_step,
-            behind_optimizer,
         )
         self.hooks = TorchHooks(
             self.session,
@@ -298,67 +293,29 @@ class Runtime:
 
     def _looks_away(self) -> bool:
         """Begin a block whose step is not observed, if it need not be; return whether it was begun."""
+        entered.claim(self)
         # What was dropped in a step before, and is yet to be made again, needs us to see what is written.
-        self._alone = self.steps.aside.leaves_next and not self.session.levels().dropped_now_bytes
-        if self._alone or self._may_be_idle():
-            entered.claim(self)
-            self._idle = not self._alone and self._begin_idle()
-            if self._alone or self._idle:
+        if self.steps.aside.leaves_next and not self.session.levels().dropped_now_bytes:
+            self._alone = True
+            return True
+        # Who wakes up puts the runtime's hooks below all others: there must not be any yet.
+        idle, live_bytes = self.steps.idle, self.session.live_bytes()
+        if idle.may_begin(live_bytes) and not torch_hooks.any_hooks():
+            self._idle = self.session.begin_idle(idle.most_bytes(live_bytes))
+            if self._idle:
                 return True
-            entered.release(self)
+        entered.release(self)
         return False
 
-    def _may_be_idle(self) -> bool:
-        # Who wakes up puts the runtime's hooks below all others: there must not be any yet.
-        return self.steps.idle.may_begin(self.session.live_bytes()) and not torch_hooks.any_hooks()
-
-    def _begin_idle(self) -> bool:
-        idle = self.steps.idle
-        return self.session.begin_idle(idle.most_bytes(self.session.live_bytes()), idle.share)
-
-    def _behind_optimizer(self) -> None:
-        """End a step outside of a block, and begin the next."""
-        if self.hooks.thread is not threading.current_thread():
-            if not self._idle:
-                self.steps.end_and_begin()
-            return
-        if not self._end_idle():
-            self.steps.finish()
-        self._fall_idle()
-        if self._idle:
-            self.steps.begin_alone()
-        else:
-            self.hooks.wake_up()
-            self.steps.begin()
-
-    def _fall_idle(self) -> None:
-        """Have the step that begins outside of a block be an idle one, if it may."""
-        if self.hooks.above():  # of others who will take theirs away, in their order
-            return
-        if self.steps.idle.may_begin(self.session.live_bytes()):
-            self.hooks.doze()
-            self._idle = not torch_hooks.any_hooks() and self._begin_idle()
-
-    def _end_idle(self) -> bool:
-        """End an idle step outside of a block, if one goes on; return whether it did. The hooks still doze."""
-        idle, self._idle = self._idle, False
-        if idle:
-            self.session.end_idle()
-            self._finish_alone(whole=True, idle=True)
-        return idle
-
     def _wake(self) -> None:
-        """Have the rest of an idle step observed. Called by its first op that is not known."""
+        """Have the rest of an idle step observed. Called at an op that is not known, or where too much is live."""
         if not self._idle or self._closed:
             return
-        if not torch_hooks.hooks_are_on():  # observes the next step instead
-            self.steps.idle.forget()
-            return
-        self.hooks.wake_up()
+        self.hooks.entry += 1
+        self.hooks.attach_lowest()
         self._idle = False
-        self.steps.begin()
-        if self.steps.in_block:
-            self.session.set_step_over(None)
+        self.session.set_step_over(None)
+        self.steps.wake()
 
     def _leave_step(self, error: BaseException | None) -> None:
         if self._is_left():
@@ -399,14 +356,11 @@ class Runtime:
             raise UsageError(
                 "this runtime is entered on another thread.", change="Use it on one thread."
             )
-        elif self._end_idle():
-            self.hooks.wake_up()
-            self.steps.begin()
         self._depth += 1
 
     def _leave(self, error: BaseException | None = None) -> None:
         try:
-            if self._depth == 1 and not self._end_idle():
+            if self._depth == 1:
                 self.steps.finish()
                 if error is None:
                     self.steps.judge()

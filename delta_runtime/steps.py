@@ -69,7 +69,6 @@ class Steps:
         budget_bytes: that it was given.
         tiers: below the device.
         after_step: called behind each step that was observed.
-        behind_optimizer: called behind an optimizer's step where no block goes on: ends the step, and begins the next.
     """
 
     def __init__(
@@ -81,14 +80,12 @@ class Steps:
         budget_bytes: int,
         tiers: Tiers,
         after_step: Callable[[], None],
-        behind_optimizer: Callable[[], None],
     ) -> None:
         self._session = session
         self._config = config
         self._policy = policy
         self._on_cpu = device.type == "cpu"
         self._after_step = after_step
-        self._behind_optimizer = behind_optimizer
         self._budget_bytes = budget_bytes
         self.pump = Pump(session, policy, tiers, checked=config.check)
         self.totals = StepTotals()
@@ -119,6 +116,7 @@ class Steps:
         self.begin_s = 0.0
         """When the step that goes on began, by `time.perf_counter`."""
         self._logged = False
+        self._woke = False  # in the step that goes on, which began as an idle one
         self._to_judge: dict[int, Plan] = {}  # followed in a step whose seconds are not known yet
         self._warnings = StepWarnings(budget_bytes, tiers.spill.directory if tiers.spill else None)
         self.trace = Trace(config.trace) if config.trace else None
@@ -219,8 +217,7 @@ class Steps:
     def after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Take in that it has stepped."""
         self._session.set_taping(True)
-        if not self.in_block:
-            self._behind_optimizer()
+        self.on_step_over(0)
         self.judge()  # of a closure
 
     def judge(self) -> None:
@@ -266,12 +263,20 @@ class Steps:
         )
         self.planning.trained(seconds)
         if idle:
-            if self.idle.was_idle(peak_bytes):
-                self._session.forget_first_ops()
+            self.idle.was_idle()
+            if peak_bytes > self._budget_bytes:
                 self._warnings.over_budget(peak_bytes, self.bounds(), self.limit_bytes)
+                self._end_idleness(passed=True)
+            elif not whole:  # it may have run out of memory: the next one is observed
+                self._end_idleness()
         elif whole:
             self.aside.was_alone(seconds)
         return peak_bytes
+
+    def wake(self) -> None:
+        """Begin the rest of an idle step as an observed one."""
+        self._woke = True
+        self.begin()
 
     def finish(self, *, whole: bool = True, marked: bool = False) -> None:
         """Close the step's account, unless nothing was saved in it.
@@ -319,6 +324,9 @@ class Steps:
         self.last_planning_s = self.planning.spent_s - before_s
         if over:
             self._warnings.over_budget(step_peak_bytes, self.bounds(), self.limit_bytes)
+        if not whole or (over and self._woke):
+            self._end_idleness(passed=over and self._woke)
+        self._woke = False
         self._warn_of_refusal()
         self._warnings.failed_copies(self.totals)
         if self.trace is not None:
@@ -374,7 +382,7 @@ class Steps:
             self._session.set_budget(limit_bytes)
         if marked and self._on_cpu and self._may_look_away:
             self.aside.saw(cost, settled=self.plans.relieved)
-        if self._may_look_away:
+        if marked and self._may_look_away:
             self._see_whether_idle(cost, last)
 
     @property
@@ -388,12 +396,19 @@ class Steps:
             and self.trace is None
         )
 
+    def _end_idleness(self, *, passed: bool = False) -> None:
+        """Have no step be idle until enough of them were quiet again."""
+        if passed:
+            self.idle.passed()
+        else:
+            self.idle.forget()
+        self._session.forget_first_ops()
+
     def _see_whether_idle(self, cost: StepCost, last: StepTotals) -> None:
         done = last.drops + last.swap_outs + last.written_back_bytes + last.plan_actions
         done += last.rescues + last.shortfalls + last.boundary_evictions + last.mismatches
         if done or not last.peak_bytes <= self._budget_bytes == self.limit_bytes:
-            self.idle.forget()
-            self._session.forget_first_ops()
+            self._end_idleness()
         elif cost.whole and not self._logged and self.idle.saw_quiet(cost):
             self._session.remember_first_ops()
 

@@ -90,18 +90,8 @@ class TorchHooks:
         torch.autograd.graph.disable_saved_tensors_hooks = _disable_saved_tensors_hooks
         optimizer_hooks.attach(self._before_optimizer, self._after_optimizer)
 
-    def doze(self) -> None:
-        """Take away what `attach` put in place, but go on being told of optimizers' steps. Idempotent."""
-        global _attached
-        self.detach()
-        _attached = self
-        optimizer_hooks.attach(self._before_optimizer, self._after_optimizer)
-
-    def wake_up(self) -> None:
-        """Put all in place, below all hooks that are there. Nothing where it is in place."""
-        if self.are_attached:
-            return
-        self.entry += 1
+    def attach_lowest(self) -> None:
+        """Put all in place, below all hooks that are there."""
         above = _take_all()
         try:
             self.attach(above)
@@ -114,7 +104,6 @@ class TorchHooks:
     def detach(self) -> None:
         """Take away what `attach` put in place, or as much of it as there is. Idempotent."""
         if not self.are_attached:
-            self._doze_no_more()
             return
         self.are_attached = False
         try:
@@ -145,14 +134,11 @@ class TorchHooks:
         self.are_attached = False
         self._take_from_process()
 
-    def _doze_no_more(self) -> None:
+    def _take_from_process(self) -> None:
         global _attached
         if _attached is self:
             _attached = None
         optimizer_hooks.detach(self._before_optimizer)
-
-    def _take_from_process(self) -> None:
-        self._doze_no_more()
         torch.autograd.graph.disable_saved_tensors_hooks = _torch_disable_saved_tensors_hooks
         self._session.leave()
         self._session.set_pump(None)
@@ -170,11 +156,6 @@ class TorchHooks:
         found = any_hooks()
         _put(above)
         return above if found else None
-
-
-def hooks_are_on() -> bool:
-    """Whether saved-tensor hooks may be put in place: not within torch.func, for instance."""
-    return torch._C._autograd._saved_tensors_hooks_is_enabled()
 
 
 def any_hooks() -> bool:
@@ -219,7 +200,6 @@ class disable(contextlib.ContextDecorator):  # noqa: N801  used like a function
     def __init__(self) -> None:
         self._hooks: TorchHooks | None = None
         self._entry = 0  # that this is inside of
-        self._dozed = False
         self._above: Sequence[HookPair] = ()
 
     def _recreate_cm(self) -> disable:
@@ -228,16 +208,17 @@ class disable(contextlib.ContextDecorator):  # noqa: N801  used like a function
     @shielded
     def __enter__(self) -> None:
         hooks = _attached
-        _C.end_idle()  # what is left of an idle step is none of the runtime's business
+        _C.suspend_idle(True)
         if hooks is None or hooks.thread is not threading.current_thread():
             return
         self._above = hooks.above() or ()
-        self._hooks, self._entry, self._dozed = hooks, hooks.entry, not hooks.are_attached
+        self._hooks, self._entry = hooks, hooks.entry
         hooks.detach()
 
     @shielded
     def __exit__(self, *_: object) -> None:
         hooks, self._hooks = self._hooks, None
+        _C.suspend_idle(False)
         if hooks is None or hooks.entry != self._entry:
             return  # left meanwhile: there is nothing to put back
         if hooks.thread is not threading.current_thread():
@@ -245,9 +226,6 @@ class disable(contextlib.ContextDecorator):  # noqa: N801  used like a function
                 "delta_runtime: a block of delta_runtime.disable() ended on another thread than the one "
                 "it began on. The runtime stays off until it is left and entered again.",
             )
-            return
-        if self._dozed:
-            hooks.doze()
             return
         for _pair in self._above:
             torch._C._autograd._pop_saved_tensors_default_hooks()

@@ -189,13 +189,13 @@ void bind_process(py::module_& m) {
       "This thread's ops are not run again any more: autograd may put that back behind a "
       "backward.");
   m.def(
-      "end_idle",
-      [] {
+      "suspend_idle",
+      [](bool on) {
         if (IdleStep* idle = thread_state().idle) {
-          idle->end();
+          idle->suspend(on);
         }
       },
-      "What is left of an idle step on this thread has nothing to do with the runtime.");
+      "Whether an idle step on this thread, if one goes on, is not looked at; counts.");
   m.def("preallocate", &preallocate, py::call_guard<py::gil_scoped_release>(),
         "Take disk space for the first bytes of a file now; 0 or an errno.");
   m.def("forget_locks", &forget_locks,

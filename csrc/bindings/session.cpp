@@ -174,11 +174,9 @@ void bind_life(SessionClass& c) {
           "stop_lanes", [](Session& s) { s.tiers.stop(); },
           py::call_guard<py::gil_scoped_release>(),
           "Ends the lanes' threads; what comes later is copied at once.")
-      .def(
-          "begin_idle", &Session::begin_idle, py::arg("most_bytes"), py::arg("share"),
-          "Instead of entering: look at the first ops, and wake up where one is not known; and at "
-          "the memory at a share of all ops, and wake up where more is live. False where something "
-          "that is saved has to be watched.")
+      .def("begin_idle", &Session::begin_idle, py::arg("most_bytes"),
+           "Instead of entering: wake up at one of the first ops that is not known, and where more "
+           "is live. False where something that is saved has to be watched.")
       .def(
           "end_idle", [](Session& s) { s.idle.end(); }, "Look no more. Idempotent, on any thread.")
       .def("begin_step", &Session::begin_step)
@@ -243,11 +241,14 @@ void bind_memory(SessionClass& c) {
            [](Session& s, int64_t bytes) { return s.eviction.make_room(bytes, false); })
       .def("set_budget", [](Session& s, int64_t bytes) { s.state.account.set_budget(bytes); })
       .def("live_bytes", [](const Session& s) { return s.state.account.live_bytes(); })
-      .def("begin_alone", [](Session& s) { s.state.account.begin_alone(); })
+      .def("begin_alone", [](Session& s) { s.state.account.begin_step(); })
       .def(
-          "alone_peak_bytes", [](const Session& s) { return s.state.account.alone_peak_bytes(); },
-          "The most that was live since nobody observed any more; on an accelerator what is live "
-          "now, where its allocator has seen no more than before.");
+          "alone_peak_bytes",
+          [](const Session& s) {
+            return s.device().is_cpu() ? s.state.account.step_peak_bytes() : s.idle.peak_bytes();
+          },
+          "The most that was live since `begin_alone`; on an accelerator at the ops of an idle "
+          "step.");
 }
 
 // Who decides what goes.

@@ -10,6 +10,7 @@
 
 #include <c10/util/flat_hash_map.h>
 
+#include <utility>
 #include <vector>
 
 #include "observe/op_info.h"
@@ -27,6 +28,9 @@ class FirstOps {
   void begin_learning();  // a step that is observed begins
   void begin_comparing();
   void end() { mode_ = Mode::Off; }
+  // What an idle step began with, for the rest of it to be learned behind.
+  std::vector<uint64_t> take_beginnings() { return std::move(beginnings_); }
+  void learn_behind(std::vector<uint64_t> beginnings);
   bool looking() const { return mode_ != Mode::Off; }
   bool comparing() const { return mode_ == Mode::Comparing; }
   Found next(const OpInfo& info, c10::ArrayRef<const c10::IValue> inputs);
@@ -38,7 +42,6 @@ class FirstOps {
   enum class Mode { Off, Learning, Comparing };
 
   Mode mode_ = Mode::Off;
-  uint64_t so_far_ = 0;
   std::vector<uint64_t> beginnings_;  // of this step: the first op, the first two, ...
   ska::flat_hash_set<uint64_t> known_;
 };

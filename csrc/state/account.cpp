@@ -64,21 +64,6 @@ void Account::begin_step() {
   cpu_pool::reset_passed();
 }
 
-void Account::begin_alone() {
-  begin_step();
-  if (!options_.device.is_cpu()) {
-    peak_before_bytes_ = device_bytes(options_.device).peak;
-  }
-}
-
-int64_t Account::alone_peak_bytes() const {
-  if (options_.device.is_cpu()) {
-    return step_peak_bytes();
-  }
-  const DeviceBytes now = device_bytes(options_.device);
-  return now.peak > peak_before_bytes_ ? now.peak : now.live;
-}
-
 void Account::charge(Page& page, int64_t bytes) {
   if (entered_ && options_.device.is_cpu() && bytes < page.uncounted_bytes) {
     uncounted_peak_bytes_ = step_peak_bytes();  // until now it was there

@@ -35,9 +35,6 @@ class Account {
   void set_budget(int64_t bytes);
   void hold(int64_t bytes) { uncounted_bytes_ = bytes; }  // for the runtime itself, from the start
   void begin_step();
-  // Of a step that nobody observes, by the allocator's own account.
-  void begin_alone();
-  int64_t alone_peak_bytes() const;
   void note_device_bytes(int64_t bytes) {
     boundary_peak_bytes_ = std::max(boundary_peak_bytes_, bytes);
   }
@@ -57,7 +54,6 @@ class Account {
   int64_t uncounted_bytes_ = 0;
   int64_t uncounted_peak_bytes_ = 0;  // of the step, until something was no longer charged
   int64_t boundary_peak_bytes_ = 0;   // of an accelerator: the highest at a boundary of this step
-  int64_t peak_before_bytes_ = 0;  // of an accelerator's allocator, when nobody observed any more
   std::vector<c10::intrusive_ptr<Page>> charged_lately_;
   int64_t uncharge_tick_ = 0;  // when they are looked through next
 };

@@ -52,7 +52,7 @@ Session::Session(SessionOptions options) : state(with_vector_math_settled(std::m
   }
 }
 
-bool Session::begin_idle(int64_t most_bytes, double share) {
+bool Session::begin_idle(int64_t most_bytes) {
   TORCH_CHECK(!state.entered, "this runtime is entered already");
   {
     Guard guard(state.lock);
@@ -61,7 +61,7 @@ bool Session::begin_idle(int64_t most_bytes, double share) {
     }
   }
   watch(c10::intrusive_ptr<Session>::reclaim_copy(this), &observer_callback);
-  idle.begin(*this, most_bytes, share);
+  idle.begin(*this, most_bytes);
   return true;
 }
 

@@ -36,7 +36,7 @@ struct Session : c10::intrusive_ptr_target {
 
   // Instead of entering: has an idle step begin on this thread. False: something that is saved has
   // to be watched.
-  bool begin_idle(int64_t most_bytes, double share);
+  bool begin_idle(int64_t most_bytes);
 
   c10::Device device() const { return state.options.device; }
   Levels levels() const;

@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 class Training:
-    """The net in training, with room for 1.3 times what a step of ROWS rows needs; or without a runtime."""
+    """The net in training, with room for 1.4 times what a step of ROWS rows needs; or without a runtime."""
 
     def __init__(self, device: torch.device, *, managed: bool) -> None:
         torch.manual_seed(0)
@@ -55,7 +55,7 @@ class Training:
         base_bytes = torch.accelerator.memory_allocated()
         self.step()
         range_bytes = torch.accelerator.max_memory_allocated() - base_bytes
-        self.budget_bytes = base_bytes + int(1.3 * range_bytes)
+        self.budget_bytes = base_bytes + int(1.4 * range_bytes)
         if managed:
             self.runtime = delta.Runtime(
                 self.budget_bytes, device=str(device), policy="recompute", min_bytes=0
@@ -149,21 +149,6 @@ def test_a_step_that_grows_later_wakes_up(device, make):
     training = make()
     found = trained(training, [USUAL] * (SETTLED + 1))
     packs, idle_steps = training.runtime.session.packs(), training.idle_steps
-    training.runtime.steps.idle._op_s = 1.0  # as of large ops
     found += trained(training, grown)
     assert found == wanted
     assert training.idle_steps == idle_steps and training.runtime.session.packs() > packs
-
-
-@pytest.mark.filterwarnings("ignore:.*the budget of .* was passed:RuntimeWarning")
-def test_a_step_that_grows_unseen_passes_the_budget_once(make):
-    training = make()
-    trained(training, [USUAL] * (SETTLED + 1))
-    assert training.idle_steps > 0
-    training.runtime.steps.idle._op_s = 0.0  # as of very small ops
-    trained(training, [(ROWS, 5)])
-    assert training.runtime.report().totals.over_budget_steps == 1
-    torch.accelerator.reset_peak_memory_stats()
-    trained(training, [(ROWS, 5)] * 3)
-    assert torch.accelerator.max_memory_allocated() <= training.budget_bytes
-    assert training.runtime.report().totals.over_budget_steps == 1

@@ -17,6 +17,14 @@ from tests.support.step_graphs import TINY
 CHAIN = TINY["chain"]
 
 
+OF_SHAPES = {
+    "op_names": ["aten::tanh"],
+    "makers": np.zeros(CHAIN.n_values, np.int64),
+    "bytes": CHAIN.value_bytes,
+}
+"""By which a plan serves steps of the same ops on other shapes."""
+
+
 class Session:
     """Takes the plans that cross to the extension."""
 
@@ -129,6 +137,8 @@ def test_a_text_that_does_not_say_so_is_of_a_plan_that_is_not_carried_out_as_wri
     ("column", "told"),
     [
         ("weights", "weights for 8 values"),
+        ("makers", "makers and 8 sizes"),
+        ("bytes", "makers and 7 sizes"),
         ("use_offsets", "uses do not fit"),
         ("uses", "uses do not fit"),
         ("interval_offsets", "intervals do not fit"),
@@ -143,6 +153,7 @@ def test_columns_that_do_not_fit_each_other_are_refused(column, told):
     plan = Plan.moving_nothing(CHAIN)
     columns = {
         "fingerprints": CHAIN.value_fingerprint,
+        **OF_SHAPES,
         "weights": plan.weights,
         "use_offsets": CHAIN.use_offsets,
         "uses": CHAIN.uses,
@@ -164,6 +175,7 @@ def test_a_column_of_another_layout_is_refused(weights):
     with pytest.raises(ValueError, match="one contiguous row of numbers of 8 bytes"):
         _C.Plan(
             fingerprints=CHAIN.value_fingerprint,
+            **OF_SHAPES,
             weights=weights,
             use_offsets=CHAIN.use_offsets,
             uses=CHAIN.uses,
@@ -183,6 +195,7 @@ def test_offsets_that_go_down_are_refused():
     with pytest.raises(ValueError, match="go down at value 3"):
         _C.Plan(
             fingerprints=CHAIN.value_fingerprint,
+            **OF_SHAPES,
             weights=plan.weights,
             use_offsets=CHAIN.use_offsets,
             uses=CHAIN.uses,
