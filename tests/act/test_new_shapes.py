@@ -17,7 +17,7 @@ import delta_runtime as delta
 from delta_runtime import cpu_pool
 from tests.support.fixtures import one_thread  # noqa: F401
 
-WIDTH, LAYERS, MOST_ROWS = 64, 8, 768
+WIDTH, LAYERS, MOST_ROWS = 64, 12, 768
 KNOWN = (256, 512, 768)
 NEW = (640, 300, 700, 513, 256 + 1)
 
@@ -28,7 +28,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-        self.wide = nn.Linear(WIDTH, 12 * WIDTH)
+        self.wide = nn.Linear(WIDTH, 6 * WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -61,13 +61,13 @@ def ordinary() -> Training:
 
 @pytest.fixture
 def runtime(ordinary: Training) -> Iterator[delta.Runtime]:
-    """With room for 70 % of what the largest step needs, and plans for the known shapes."""
+    """With room for 60 % of what the largest step needs, and plans for the known shapes."""
     ordinary.step(MOST_ROWS)
     gc.collect()
     base_bytes = cpu_pool.allocated_bytes()
     cpu_pool.reset_peak()
     ordinary.step(MOST_ROWS)
-    budget_bytes = base_bytes + int(0.7 * (cpu_pool.peak_bytes() - base_bytes))
+    budget_bytes = base_bytes + int(0.6 * (cpu_pool.peak_bytes() - base_bytes))
     runtime = delta.Runtime(budget_bytes, device="cpu", policy="recompute", min_bytes=0)
     for _ in range(5):
         for rows in KNOWN:
@@ -90,7 +90,7 @@ def test_what_leaves_is_that_of_the_nearest_plan(
         assert last.plan_hits > 0, rows
         assert last.plan_misses == 1, "told once that no plan is for these shapes"
         assert last.rescues == 0, "each op's need was reckoned from other shapes"
-        assert (last.drops > 0) == (rows > 513), rows
+        assert (last.drops > 0) == (rows > 500), rows
 
 
 def test_other_ops_have_no_plan(ordinary: Training, runtime: delta.Runtime) -> None:
