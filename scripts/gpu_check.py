@@ -82,6 +82,14 @@ PARTS: tuple[Part, ...] = (
         (*PYTEST, "tests/accelerator/test_lanes.py", "tests/accelerator/test_streams.py"),
     ),
     Part(
+        "rescue, waits, idle steps",
+        (
+            *PYTEST,
+            *(f"tests/accelerator/test_{name}.py" for name in ("rescue", "waits", "idle_steps")),
+        ),
+        dry=(*PYTEST, "tests/accelerator/test_rescue.py", "tests/accelerator/test_idle_steps.py"),
+    ),
+    Part(
         "faults",
         (*CHAOS, "--seeds", "5"),
         dry=(*CHAOS, "--seeds", "1", "--only", "less memory", "compute late", "other stream"),
