@@ -10,34 +10,19 @@ import gc
 
 import pytest
 import torch
-from torch import nn
 
 import delta_runtime as delta
 from delta_runtime.idle_steps import QUIET_STEPS
 from delta_runtime.known_step import CALIBRATION_STEPS
 from delta_runtime.torch_hooks import any_hooks
 from tests.support.fixtures import one_thread  # noqa: F401
+from tests.test_idle_steps import WIDTH, Net
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
 
-WIDTH, LAYERS, ROWS = 64, 6, 512
+ROWS = 512
 SETTLED = CALIBRATION_STEPS + QUIET_STEPS + 8
 """Steps, at most, before the first idle one: in the first eight, ops that run out of memory are looked for."""
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-        self.again = 1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers[:4]:
-            x = torch.tanh(torch.nn.functional.dropout(layer(x), 0.1))
-        for _ in range(self.again):
-            for layer in self.layers[4:]:
-                x = torch.tanh(layer(x))
-        return x.square().mean()
 
 
 class Training:
