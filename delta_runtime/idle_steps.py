@@ -19,13 +19,11 @@ QUIET_STEPS = 8
 IDLE_STEPS = 100
 """Idle ones in a row; then one is observed."""
 _SEEN = 2  # times that steps of one kind had nothing to do, before one may be idle
-_SPARE = (
-    0.1  # share of the budget that has to be free at the peak: what wakes up late cannot evict all
-)
+_SPARE = 0.2
+"""Of what a step adds, has to be free beside it: one that wakes up late cannot evict all."""
 _MORE = 0.01  # of the highest growth; whose live bytes grow by more than that is another step
-_TIMES_MORE = (
-    8  # quiet steps are asked for, once a step that began as an idle one has passed the budget
-)
+_TIMES_MORE = 8
+"""Quiet steps are asked for, once a step that began as an idle one has passed the budget."""
 _MOST_KINDS = 1 << 10  # of a program whose shapes never repeat
 
 
@@ -50,8 +48,8 @@ class IdleSteps:
 
     def may_begin(self, live_bytes: int) -> bool:
         """Return whether the next step may be idle, with so much live at its begin."""
-        spare_bytes = self._budget_bytes * (1 - _SPARE) - live_bytes
-        return self._left > 0 and self._growth_bytes <= spare_bytes
+        room_bytes = self._budget_bytes - live_bytes
+        return self._left > 0 and self._growth_bytes * (1 + _SPARE) <= room_bytes
 
     def most_bytes(self, live_bytes: int) -> int:
         """Return the most that may be live in the next step before it is another than those before."""

@@ -11,7 +11,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # in the tests that send one.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONG = ("test_accelerator.py", "test_leaks.py", "test_stress_programs.py", "test_ecosystem.py")
+LONG = (
+    "test_accelerator_models.py",
+    "test_accelerator.py",
+    "test_leaks.py",
+    "test_stress_programs.py",
+    "test_ecosystem.py",
+)
 """Files with tests of minutes: first, so that no worker ends with one of them while the others wait."""
 
 

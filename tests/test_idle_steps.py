@@ -67,7 +67,7 @@ def test_what_is_live_at_the_begin_has_to_leave_room() -> None:
     idle = IdleSteps(1000)
     quiet_steps(idle, QUIET_STEPS)
     quiet_steps(idle, 1, replace(QUIET, peak_bytes=700))
-    assert idle.may_begin(300) and not idle.may_begin(301)
+    assert idle.may_begin(280) and not idle.may_begin(281)
 
 
 def test_one_that_passed_the_budget_costs_many_observed_steps() -> None:
