@@ -235,6 +235,7 @@ def fork(strike: Strike) -> None:
         status = 1
         try:
             signal.alarm(int(_CHILD_S / 2))
+            torch.set_num_threads(1)  # OpenMP's others, of a thread of backward, do not exist here
             run = _step_of_child if strike.device.name == CPU else _forward_on_cpu
             status = 0 if run(strike) else 3
         finally:
