@@ -293,19 +293,20 @@ class Runtime:
 
     def _looks_away(self) -> bool:
         """Begin a block whose step is not observed, if it need not be; return whether it was begun."""
-        entered.claim(self)
         # What was dropped in a step before, and is yet to be made again, needs us to see what is written.
         if self.steps.aside.leaves_next and not self.session.levels().dropped_now_bytes:
+            entered.claim(self)
             self._alone = True
             return True
         # Who wakes up puts the runtime's hooks below all others: there must not be any yet.
         idle, live_bytes = self.steps.idle, self.session.live_bytes()
-        if idle.may_begin(live_bytes) and not torch_hooks.any_hooks():
-            self._idle = self.session.begin_idle(idle.most_bytes(live_bytes))
-            if self._idle:
-                return True
-        entered.release(self)
-        return False
+        if not idle.may_begin(live_bytes) or torch_hooks.any_hooks():
+            return False
+        entered.claim(self)
+        self._idle = self.session.begin_idle(idle.most_bytes(live_bytes))
+        if not self._idle:
+            entered.release(self)
+        return self._idle
 
     def _wake(self) -> None:
         """Have the rest of an idle step observed. Called at an op that is not known, or where too much is live."""

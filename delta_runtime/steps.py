@@ -279,7 +279,7 @@ class Steps:
         self.begin()
 
     def finish(self, *, whole: bool = True, marked: bool = False) -> None:
-        """Close the step's account, unless nothing was saved in it.
+        """Close the step's account, unless nothing was saved in it, and it was observed from its begin.
 
         Args:
             whole: whether there is something to learn from it: it did not raise.
@@ -287,7 +287,7 @@ class Steps:
         """
         if not self._on_cpu:
             self._session.judge(later=True)
-        if self._session.packs() == self.totals.packs:
+        if self._session.packs() == self.totals.packs and not self._woke:
             return
         levels = self._session.levels()
         self._session.end_step()
@@ -426,7 +426,8 @@ class Steps:
             self._to_judge[self._session.step()] = plan
         changed = False
         for step, rerun_s, out_wait_s, in_wait_s in self._session.take_device_seconds():
-            if self._to_judge.pop(step, None) is self.plans.plan is not None:
+            judged = self._to_judge.pop(step, None)
+            if judged is not None and judged is self.plans.plan:
                 changed |= self.plans.judge(rerun_s, out_wait_s + in_wait_s)
         while len(self._to_judge) > _MOST_TO_JUDGE:
             self._to_judge.pop(next(iter(self._to_judge)))

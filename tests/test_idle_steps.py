@@ -294,6 +294,31 @@ def test_a_step_that_wakes_up_too_late_passes_the_budget_once_and_says_so(
     assert training.idle_steps > idle_steps
 
 
+def test_a_step_in_which_nothing_is_saved_behind_the_waking_is_told_of(
+    training: Training,
+) -> None:
+    """Its backward passes the budget all the same; the next steps are observed."""
+    training.settle()
+    training.step()
+    kept = []
+
+    def grow(x: Tensor) -> Tensor:
+        loss = Net.forward(training.net, x)
+        kept.append(torch.empty(training.range_bytes))
+        return loss.view(())  # wakes up here
+
+    training.net.forward = grow
+    with pytest.warns(RuntimeWarning, match="was passed"):
+        training.step()
+    kept.clear()
+    training.net.forward = lambda x: Net.forward(training.net, x)
+    totals = training.runtime.report().totals
+    assert totals.over_budget_steps == 1 and totals.steps == SETTLED + 2
+    packs = training.runtime.session.packs()
+    training.step()
+    assert training.runtime.session.packs() > packs
+
+
 def test_where_the_budget_binds_no_step_is_idle(make: Make) -> None:
     training = make(0.7)
     training.settle()

@@ -1,5 +1,8 @@
 #include "bindings/session.h"
 
+#include <algorithm>
+#include <iterator>
+
 #include "bindings/callbacks.h"
 #include "bindings/ticket.h"
 #include "state/session.h"
@@ -366,8 +369,10 @@ void bind_plan(py::module_& m) {
         auto plan = std::make_shared<Plan>();
         plan->fingerprint = rows_from<uint64_t>(fingerprints);
         plan->bytes = rows_from<int64_t>(bytes);
+        std::vector<uint64_t> hashes;
+        std::transform(op_names.begin(), op_names.end(), std::back_inserter(hashes), hash_of_name);
         for (const int64_t maker : rows_from<int64_t>(makers)) {
-          plan->maker.push_back(hash_of_name(op_names.at(static_cast<size_t>(maker))));
+          plan->maker.push_back(hashes.at(static_cast<size_t>(maker)));
         }
         plan->weight = rows_from<double>(weights);
         plan->use_offsets = rows_from<int64_t>(use_offsets);

@@ -11,6 +11,7 @@
 //  3. From there on the step is an observed one. What was saved before stays where it is.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 
 #include "observe/first_ops.h"
@@ -24,10 +25,10 @@ class IdleStep {
  public:
   explicit IdleStep(const Account& account) : account_(account) {}
 
-  void begin(Session& session, int64_t most_bytes);     // on this thread, which watches already
-  void end();                                           // idempotent, on any thread
-  void suspend(bool on) { suspended_ += on ? 1 : -1; }  // does not look meanwhile; counts
-  int64_t peak_bytes() const { return peak_bytes_; }    // at ops of an accelerator
+  void begin(Session& session, int64_t most_bytes);  // on this thread, which watches already
+  void end();                                        // idempotent, on any thread
+  void suspend(bool on) { suspended_ = std::max(0, suspended_ + (on ? 1 : -1)); }  // counts
+  int64_t peak_bytes() const { return peak_bytes_; }  // at ops of an accelerator
   void set_wake(std::function<void(int64_t)> wake) { wake_ = std::move(wake); }
 
   // Takes in one of the first ops of a step. Whether it is to be observed: always, but for those of
