@@ -7,6 +7,7 @@ import torch
 
 from delta_runtime.config import Config, Launched
 from delta_runtime.core.cgroup import cgroup_limit_bytes
+from delta_runtime.core.cores import usable_cores
 from delta_runtime.core.errors import UsageError
 from delta_runtime.extension import _C
 
@@ -34,6 +35,16 @@ def resolve_device(name: str | None) -> torch.device:
             f"device: {name!r} cannot be used.", found=f"{type(error).__name__}: {error}"
         ) from error
     return device
+
+
+def leaves_core_idle(device: torch.device) -> bool:
+    """Return whether training on this device leaves a core of the machine idle.
+
+    On the CPU it computes on as many as torch has threads, on an accelerator on one, in each of the processes that a
+    launcher started together. What else runs on the machine is not known.
+    """
+    busy = torch.get_num_threads() if device.type == "cpu" else 1
+    return usable_cores() > busy * Launched.from_environment().local_world_size
 
 
 def resolve_budget(config: Config, device: torch.device) -> int:

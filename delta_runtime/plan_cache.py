@@ -34,6 +34,10 @@ from delta_runtime.plans_beside import Made, MakePlan, PlansBeside
 
 SEARCH_EFFORT = 4.0
 """How long the final plan of a graph is improved, in steps' worth of what it rebuilds."""
+LONG_EFFORT = 16.0
+"""The same where a core idles beside training and a step rebuilds so much that a better plan is worth it."""
+LONG_FROM_S = 0.5
+"""Seconds that such a step rebuilds by the plan before, at the least."""
 STEPS_TO_SETTLE = CALIBRATION_STEPS + 1 + (MOST_TRIALS + 1) * TRIAL_STEPS
 """The most that it takes to stay with one of them, where every step is the same and follows its plan."""
 MOST_GRAPHS = 16
@@ -323,7 +327,7 @@ class PlanCache:
             may = True  # who asks for a planner by name waits for it
         elif final and known.plan is not None:
             first_s = known.plan.predicted_seconds
-            search_s = joint_heuristic.search_seconds(SEARCH_EFFORT, first_s)
+            search_s = joint_heuristic.search_seconds(self._effort(known), first_s)
             may = left_s >= known.plan_s + search_s
         elif known.plan is None:
             may = free or left_s > 0
@@ -434,10 +438,18 @@ class PlanCache:
             joint_heuristic.plan,
             known.graph,
             known.budget_bytes,
-            effort=SEARCH_EFFORT if known.runs >= CALIBRATION_STEPS and not self.yielded else 0.0,
+            effort=self._effort(known),
             drops=self._drops,
             links=known.links,
         )
+
+    def _effort(self, known: KnownStep) -> float:
+        """Return how long a plan is improved; see `joint_heuristic.plan`."""
+        if known.runs < CALIBRATION_STEPS or self.yielded:
+            return 0.0
+        rebuild_s = known.plan.predicted_seconds if known.plan is not None else 0.0
+        long = rebuild_s >= LONG_FROM_S and self._planning.core_idles()
+        return LONG_EFFORT if long else SEARCH_EFFORT
 
     def judge(self, rebuild_s: float, wait_s: float) -> bool:
         """Take in what the final plan of the only known graph has cost, and try another where that pays.

@@ -2,7 +2,8 @@
 
 A plan has to pay for itself. The first plan of a step that comes again is always made; whatever else is
 thought about has one second in all, and 5 % of the time trained so far. That holds for planning beside
-training too (plans_beside): where cores are few it takes from training what it takes.
+training too (plans_beside), which takes from training what it takes; where training leaves a core idle it
+takes nothing, and has half of that time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ ALLOWANCE_S = 1.0
 """Seconds of planning, beyond first plans, that nothing has to be trained for."""
 MOST_SHARE = 0.05
 """Of the time trained so far."""
+SHARE_OF_IDLE = 0.5
+"""The same where training leaves a core idle that plans are made on."""
 
 
 class PlanningTime:
@@ -23,6 +26,7 @@ class PlanningTime:
     Args:
         clock: seconds; another one for tests.
         limited: whether there is a limit at all.
+        core_idles: tells whether plans are made on a core that training leaves idle.
 
     Example:
         >>> planning = PlanningTime()
@@ -33,10 +37,15 @@ class PlanningTime:
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, *, limited: bool = True
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        limited: bool = True,
+        core_idles: Callable[[], bool] = lambda: False,
     ) -> None:
         self._clock = clock
         self._limited = limited
+        self.core_idles = core_idles
         self._trained_s = 0.0
         self._ended_s = 0.0
         self._free_s = 0.0
@@ -56,7 +65,8 @@ class PlanningTime:
         if not self._limited:
             return float("inf")
         spent_s = self.spent_s + self.beside_s - self._free_s
-        return ALLOWANCE_S + MOST_SHARE * self._trained_s - spent_s
+        share = SHARE_OF_IDLE if self.core_idles() else MOST_SHARE
+        return ALLOWANCE_S + share * self._trained_s - spent_s
 
     def trained(self, seconds: float) -> None:
         """Take in that a step has ended that took so long."""

@@ -15,7 +15,14 @@ from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
 from delta_runtime.known_step import CALIBRATION_STEPS, StepCost
-from delta_runtime.plan_cache import MOST_GRAPHS, SEARCH_EFFORT, STEPS_TO_SETTLE, PlanCache
+from delta_runtime.plan_cache import (
+    LONG_EFFORT,
+    LONG_FROM_S,
+    MOST_GRAPHS,
+    SEARCH_EFFORT,
+    STEPS_TO_SETTLE,
+    PlanCache,
+)
 from delta_runtime.plan_trials import MOST_TRIALS, TRIAL_STEPS, WATCH_STEPS
 from delta_runtime.planners import joint_heuristic
 from delta_runtime.planners.bounds import bounds_of
@@ -601,6 +608,44 @@ def test_a_refusal_ends_with_the_budget_that_it_is_for(monkeypatch):
     assert len(asked) == 1
     learn(known, share=0.7)
     assert (known.plan is plan, known.refusal, len(asked)) == (True, None, 2)
+
+
+@pytest.mark.parametrize(
+    ("rebuild_s", "idles", "effort"),
+    [
+        (LONG_FROM_S, True, LONG_EFFORT),
+        (LONG_FROM_S, False, SEARCH_EFFORT),
+        (0.9 * LONG_FROM_S, True, SEARCH_EFFORT),
+    ],
+)
+def test_the_last_search_is_longer_where_a_core_idles_and_much_is_rebuilt(
+    monkeypatch, rebuild_s, idles, effort
+):
+    efforts = []
+
+    def plan(graph, budget_bytes, **arguments):
+        efforts.append(arguments["effort"])
+        return dataclasses.replace(Plan.moving_nothing(graph), predicted_seconds=rebuild_s)
+
+    monkeypatch.setattr(joint_heuristic, "plan", plan)
+    planning = PlanningTime(limited=False, core_idles=lambda: idles)
+    cache = PlanCache(plans=True, planning=planning)
+    for _ in range(CALIBRATION_STEPS + 1):
+        learn(cache)
+    assert cache.settled
+    assert set(efforts[:-1]) == {0.0}
+    assert efforts[-1] == effort
+
+
+def test_planning_may_take_half_of_the_time_of_a_core_that_idles():
+    idles = False
+    planning = PlanningTime(clock=lambda: 0.0, core_idles=lambda: idles)
+    planning.trained(10.0)
+    assert planning.left_s == pytest.approx(1.5)
+    idles = True
+    assert planning.left_s == pytest.approx(6.0)
+    planning.planned_beside(4.0)
+    assert planning.left_s == pytest.approx(2.0)
 
 
 def test_looking_longer_begins_as_soon_as_there_is_time_for_it():

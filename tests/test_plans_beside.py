@@ -25,6 +25,7 @@ from delta_runtime.core.interrupts import Interrupted, give_way
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
+from delta_runtime.device import leaves_core_idle
 from delta_runtime.known_step import CALIBRATION_STEPS
 from delta_runtime.plan_cache import PlanCache
 from delta_runtime.planners import joint_heuristic
@@ -355,3 +356,24 @@ def test_training_gets_pythons_lock_while_a_large_graph_is_planned_for(one_threa
     assert len(gaps) > 20
     # Other processes take the cores away now and then: of the usual wait it can be said.
     assert np.median(gaps) < 0.006
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "processes", "idle"),
+    [
+        ("cpu", 2, 1, False),
+        ("cpu", 3, 1, True),
+        ("cpu", 4, 2, False),
+        ("cuda", 1, 1, False),
+        ("cuda", 2, 1, True),
+        ("cuda", 2, 2, False),
+    ],
+)
+def test_training_leaves_a_core_idle_where_there_are_more_than_it_computes_on(
+    monkeypatch: pytest.MonkeyPatch, device: str, cores: int, processes: int, idle: bool
+) -> None:
+    """Two threads compute on the CPU, one waits for an accelerator, in each process of the machine."""
+    monkeypatch.setattr("delta_runtime.device.usable_cores", lambda: cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    assert leaves_core_idle(torch.device(device)) is idle

@@ -18,6 +18,7 @@ from typing import Any
 from delta_runtime.cli import PROGRAM
 from delta_runtime.config import BUDGET_VARIABLE, VARIABLES, Config, unknown_variables
 from delta_runtime.core.cgroup import cgroup_limit_bytes
+from delta_runtime.core.cores import usable_cores
 from delta_runtime.core.errors import DeltaError
 from delta_runtime.core.units import format_bytes
 
@@ -113,9 +114,8 @@ def _find_distribution(name: str, use: str) -> Finding:
 
 
 def _find_devices(torch: ModuleType | None) -> list[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = "" if torch is None else f", {torch.get_num_threads()} threads in torch"
-    findings = [Finding("cpu", f"{cores} cores{threads}")]
+    findings = [Finding("cpu", f"{usable_cores()} cores{threads}")]
     if not _has_accelerator(torch):
         findings.append(Finding("accelerator", "none: the device is the CPU, its memory is RAM"))
         return findings

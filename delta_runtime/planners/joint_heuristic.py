@@ -44,7 +44,7 @@ _PLAYS_TO_EXCHANGE = 0.6  # so many for each saved value, where that is more
 _TO_FIT = 500_000  # at least, to look for a choice that fits where the first one does not
 MOST_EFFORT = 24_000_000
 """Units of work for which a better choice is looked for, at the most."""
-MOST_TO_SEARCH = 72_000_000
+MOST_TO_SEARCH = 400_000_000
 """Units of work for which is then looked when values are there, at the most."""
 _TO_SEARCH = 2_000_000  # at least, to look for when values are there, unless told otherwise
 _USUAL_WORK_PER_SECOND = 45_000_000  # with the extension
