@@ -31,6 +31,7 @@ from delta_runtime.act.links import link_bytes_per_s
 from delta_runtime.core.events import Place
 from delta_runtime.online.policies import POLICIES
 from delta_runtime.plan_cache import STEPS_TO_SETTLE
+from delta_runtime.planners.window_bound import window_bound
 from scripts.points_file import PointsFile
 from scripts.workloads import SIZED, SizedWorkload, TrainState
 
@@ -38,6 +39,7 @@ ORDINARY, ACCUMULATION = "ordinary", "accumulation"
 SHOWN = (ORDINARY, ACCUMULATION, "checkpoint", "recompute")
 FIT_STEPS = 2
 _MOST_FACTOR = 64
+_BOUND_S = 20.0  # for how long a bound is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class Trial:
         failure: why it does not fit, or "".
         samples_per_s: 0 where it was not timed.
         ordinary_samples_per_s: at the ordinary sizes, around this trial; 0 where it was not timed.
+        least_extra: share of an ordinary step of these sizes that recomputing takes at the least, whatever is dropped;
+            0 where nothing is known of it.
     """
 
     model: str
@@ -60,6 +64,7 @@ class Trial:
     failure: str
     samples_per_s: float = 0.0
     ordinary_samples_per_s: float = 0.0
+    least_extra: float = 0.0
 
 
 def accumulated(state: TrainState, parts: int) -> Callable[[int], None]:
@@ -96,12 +101,18 @@ class AtCapacity:
         others_bytes = cpu_pool.allocated_bytes()
         self._state = workload.build(SEED)
         cpu_pool.reset_peak()
-        self._ordinary_s()
+        self._ordinary_s(1)
         self.capacity_bytes = cpu_pool.peak_bytes() - others_bytes + SLACK_BYTES
 
-    def _ordinary_s(self) -> float:
+    def _ordinary_s(self, in_a_row: int) -> float:
+        """Return the seconds of an ordinary step, of the fastest of some rows of them."""
         step = self._step_of(self._state)
-        return min(self._timed(step, index) for index in range(self.steps + 1))
+
+        def row(index: int) -> None:
+            for each in range(in_a_row):
+                step(in_a_row * index + each)
+
+        return min(self._timed(row, index) for index in range(self.steps + 1)) / in_a_row
 
     @staticmethod
     def _timed(step: Callable[[int], None], index: int) -> float:
@@ -114,8 +125,13 @@ class AtCapacity:
         return lambda index: train_step(state, state.batch(index), runtime)
 
     def trial(self, name: str, batch_size: int, size: int, *, timed: bool) -> Trial:
-        """Train for a few steps inside the capacity; with `timed`, also the ordinary way, before and after."""
-        ordinary_s = self._ordinary_s() if timed else 0.0
+        """Train for a few steps inside the capacity; with `timed`, also the ordinary way, before and after.
+
+        Ordinary steps are timed in rows that train as many samples: of what is short, one that nothing disturbed is
+        found sooner than of what is long.
+        """
+        in_a_row = max(1, round(batch_size / self.workload.batch_size))
+        ordinary_s = self._ordinary_s(in_a_row) if timed else 0.0
         if name == ACCUMULATION and self.part_size == 0:
             told = ("no part of a batch fits", 0.0, self.workload.batch_size / ordinary_s)
             return Trial(self.workload.name, name, batch_size, size, self.capacity_bytes, 0, *told)
@@ -124,7 +140,7 @@ class AtCapacity:
         before_bytes = cpu_pool.allocated_bytes()
         state = self.workload.build(SEED, batch_size, size)
         limit_bytes = before_bytes + self.capacity_bytes
-        failure, seconds, peak_bytes = "", 0.0, 0
+        failure, seconds, peak_bytes, least_extra = "", 0.0, 0, 0.0
         with contextlib.ExitStack() as stack:
             runtime = self._runtime(name, limit_bytes)
             if runtime is not None:
@@ -141,6 +157,7 @@ class AtCapacity:
                     # As many as of the ordinary step, which is timed before and after.
                     count = 2 * (self.steps + 1)
                     seconds = min(self._timed(step, index) for index in range(count))
+                    least_extra = self._least_extra(name, runtime, limit_bytes)
                 peak_bytes = cpu_pool.peak_bytes() - before_bytes
             except (torch.OutOfMemoryError, delta.DeltaError) as error:
                 failure = type(error).__name__
@@ -148,7 +165,7 @@ class AtCapacity:
         del state
         gc.collect()
         if timed:
-            ordinary_s = min(ordinary_s, self._ordinary_s())
+            ordinary_s = min(ordinary_s, self._ordinary_s(in_a_row))
         return Trial(
             self.workload.name,
             name,
@@ -159,6 +176,7 @@ class AtCapacity:
             failure,
             batch_size / seconds if seconds else 0.0,
             self.workload.batch_size / ordinary_s if ordinary_s else 0.0,
+            least_extra,
         )
 
     def _runtime(self, name: str, limit_bytes: int) -> delta.Runtime | None:
@@ -166,6 +184,14 @@ class AtCapacity:
             return None
         link = self.link if Place.SWAPPED in POLICIES[name].evicts_to else None
         return delta.Runtime(limit_bytes, device="cpu", policy=name, link_bytes_per_s=link)
+
+    @staticmethod
+    def _least_extra(name: str, runtime: delta.Runtime | None, limit_bytes: int) -> float:
+        """Return the share of an ordinary step that no plan which drops goes below; 0 for who does something else."""
+        if runtime is None or POLICIES[name].evicts_to != (Place.DROPPED,):
+            return 0.0
+        graph = runtime.graph()
+        return (window_bound(graph, limit_bytes, time_limit_s=_BOUND_S) or 0.0) / graph.seconds
 
     @functools.cached_property
     def part_size(self) -> int:
@@ -375,13 +401,23 @@ def largest_of(
 
 
 def speeds_of(question: Question, trials: Sequence[Trial]) -> str:
-    """Return the speed at each size, over the ordinary one's: in samples; where inputs grow, in tokens or pixels."""
+    """Return the speed at each size, over the ordinary one's: in samples; where inputs grow, in tokens or pixels.
+
+    Behind "of": the most that is possible by recomputing, where a batch takes as long for a sample as the ordinary one.
+    """
 
     def speed(each: Trial) -> float:
         grows = 1.0 if question.name == "batch" else grown(question, each)
         return grows * each.samples_per_s / each.ordinary_samples_per_s
 
-    return ", ".join(f"{grown(question, each):.3g}x {speed(each):.0%}" for each in trials)
+    def most(each: Trial) -> str:
+        if question.name != "batch" or not each.least_extra:
+            return ""  # a step of longer inputs takes more for each of them, whatever is dropped
+        return f" of {1 / (1 + each.least_extra):.0%}"
+
+    return ", ".join(
+        f"{grown(question, each):.3g}x {speed(each):.0%}{most(each)}" for each in trials
+    )
 
 
 def show(question: Question, answers: Sequence[tuple[str, str, float, list[Trial]]]) -> None:

@@ -40,6 +40,7 @@ def test_at_equal_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     cpu_pool.install()
     monkeypatch.setitem(equal_capacity.SIZED, "tiny", TINY)
     monkeypatch.setattr(equal_capacity, "_MOST_FACTOR", 8)
+    monkeypatch.setattr(equal_capacity, "_BOUND_S", 0.1)
     record = Record(tmp_path / "out.jsonl", Trial, {"steps": 1})
     at = AtCapacity(TINY, None, 1)
     batch = stress_max_batch.QUESTION
@@ -49,6 +50,12 @@ def test_at_equal_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert ours[-1].batch_size >= 2 * TINY.batch_size
     assert all(each.samples_per_s > 0 and each.ordinary_samples_per_s > 0 for each in ours)
     assert all(each.peak_bytes <= each.capacity_bytes for each in ours)
+    assert ours[-1].least_extra > 0
+    assert ordinary.least_extra == 0
+    last = f"{ours[-1].batch_size / TINY.batch_size:.3g}x "
+    told = equal_capacity.speeds_of(batch, ours).split(", ")[-1]
+    assert told.startswith(last) and told.endswith(f" of {1 / (1 + ours[-1].least_extra):.0%}")
+    assert " of " not in equal_capacity.speeds_of(batch, [ordinary])
     tokens = answer(stress_max_input.QUESTION, at, "recompute", record)
     assert tokens[-1].size >= 2 * TINY.size
     added = answer(batch, at, ACCUMULATION, record)
