@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import psutil
 import torch
 
 from delta_runtime.config import Config, Launched
-from delta_runtime.core.cgroup import cgroup_limit_bytes
+from delta_runtime.core.cgroup import cgroup_cores, cgroup_limit_bytes
 from delta_runtime.core.cores import usable_cores
 from delta_runtime.core.errors import UsageError
 from delta_runtime.extension import _C
@@ -37,14 +39,26 @@ def resolve_device(name: str | None) -> torch.device:
     return device
 
 
-def leaves_core_idle(device: torch.device) -> bool:
-    """Return whether training on this device leaves a core of the machine idle.
+def cores_of_its_own() -> float:
+    """Return how many cores this process has that do not slow each other down.
 
-    On the CPU it computes on as many as torch has threads, on an accelerator on one, in each of the processes that a
-    launcher started together. What else runs on the machine is not known.
+    Two hardware threads of a core count as one, and no more count than its control groups leave it.
     """
-    busy = torch.get_num_threads() if device.type == "cpu" else 1
-    return usable_cores() > busy * Launched.from_environment().local_world_size
+    real = psutil.cpu_count(logical=False) or 1
+    return min(usable_cores(), real, cgroup_cores() or real)
+
+
+def core_idles(device: torch.device) -> Callable[[], bool]:
+    """Return what tells, at little cost, whether training on this device leaves a core of the machine idle.
+
+    On the CPU it computes on as many as torch has threads then, on an accelerator on one, in each of the processes that
+    a launcher started together. A core counts once, whatever hardware threads it has. What else runs on the machine is
+    not known.
+    """
+    cores = cores_of_its_own() / Launched.from_environment().local_world_size
+    if device.type != "cpu":
+        return lambda: cores >= 2
+    return lambda: cores >= 1 + torch.get_num_threads()
 
 
 def resolve_budget(config: Config, device: torch.device) -> int:

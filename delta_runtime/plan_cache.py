@@ -36,6 +36,8 @@ SEARCH_EFFORT = 4.0
 """How long the final plan of a graph is improved, in steps' worth of what it rebuilds."""
 LONG_EFFORT = 16.0
 """The same where a core idles beside training and a step rebuilds so much that a better plan is worth it."""
+LONG_SEARCH = 400_000_000
+"""Units of work for which it is then looked when values are there, at the most; see `joint_heuristic.plan`."""
 LONG_FROM_S = 0.5
 """Seconds that such a step rebuilds by the plan before, at the least."""
 STEPS_TO_SETTLE = CALIBRATION_STEPS + 1 + (MOST_TRIALS + 1) * TRIAL_STEPS
@@ -320,14 +322,14 @@ class PlanCache:
             return
         if self._begun is not None:
             return
-        left_s = self._planning.left_s
+        left_s = self._left_s
         final = known.runs >= CALIBRATION_STEPS
         free = known.plan is None and known.runs > 1
         if final and self._planner != "joint":
             may = True  # who asks for a planner by name waits for it
         elif final and known.plan is not None:
             first_s = known.plan.predicted_seconds
-            search_s = joint_heuristic.search_seconds(self._effort(known), first_s)
+            search_s = joint_heuristic.search_seconds(SEARCH_EFFORT, first_s)
             may = left_s >= known.plan_s + search_s
         elif known.plan is None:
             may = free or left_s > 0
@@ -434,22 +436,32 @@ class PlanCache:
     def _make_plan(self, known: KnownStep) -> MakePlan:
         if self._planner != "joint" and known.runs >= CALIBRATION_STEPS and not self.yielded:
             return partial(_by_name, self._planner, known.graph, known.budget_bytes, known.links)
+        effort, most_search = self._search(known)
         return partial(
             joint_heuristic.plan,
             known.graph,
             known.budget_bytes,
-            effort=self._effort(known),
             drops=self._drops,
             links=known.links,
+            effort=effort,
+            most_search=most_search,
         )
 
-    def _effort(self, known: KnownStep) -> float:
-        """Return how long a plan is improved; see `joint_heuristic.plan`."""
+    @property
+    def _left_s(self) -> float:
+        planning = self._planning
+        return planning.left_s if self._beside is None else planning.left_beside_s
+
+    def _search(self, known: KnownStep) -> tuple[float, int]:
+        """Return `effort` and `most_search` of `joint_heuristic.plan` for a plan that is due."""
         if known.runs < CALIBRATION_STEPS or self.yielded:
-            return 0.0
+            return 0.0, joint_heuristic.MOST_TO_SEARCH
         rebuild_s = known.plan.predicted_seconds if known.plan is not None else 0.0
-        long = rebuild_s >= LONG_FROM_S and self._planning.core_idles()
-        return LONG_EFFORT if long else SEARCH_EFFORT
+        if rebuild_s >= LONG_FROM_S and self._planning.core_idles():
+            search_s = joint_heuristic.search_seconds(LONG_EFFORT, rebuild_s, LONG_SEARCH)
+            if self._left_s >= search_s:
+                return LONG_EFFORT, LONG_SEARCH
+        return SEARCH_EFFORT, joint_heuristic.MOST_TO_SEARCH
 
     def judge(self, rebuild_s: float, wait_s: float) -> bool:
         """Take in what the final plan of the only known graph has cost, and try another where that pays.

@@ -38,7 +38,7 @@ from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.units import format_bytes
 from delta_runtime.core.warn import warn
-from delta_runtime.device import leaves_core_idle
+from delta_runtime.device import core_idles
 from delta_runtime.extension import _C, shielded
 from delta_runtime.idle_steps import IdleSteps
 from delta_runtime.known_step import StepCost
@@ -101,8 +101,8 @@ class Steps:
         """What is kept to: the budget, or a higher peak where that cannot be met."""
         self.beside = PlansBeside() if config.planning == "beside" else None
         """Makes plans beside training; None where they are made between steps."""
-        beside = self.beside is not None
-        self.planning = PlanningTime(core_idles=lambda: beside and leaves_core_idle(device))
+        idles = core_idles(device) if self.beside is not None else lambda: False
+        self.planning = PlanningTime(core_idles=idles)
         self.last_planning_s = 0.0
         """Seconds of planning behind the last step, which the next one waited for."""
         self.plans = self._new_plans()

@@ -29,8 +29,10 @@ from benchmarks.contenders import OFFLOADING, PEERS, HostLink, contender
 from delta_runtime import cpu_pool, failed_backward
 from delta_runtime.act.links import link_bytes_per_s
 from delta_runtime.core.events import Place
+from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.online.policies import POLICIES
 from delta_runtime.plan_cache import STEPS_TO_SETTLE
+from delta_runtime.planners.linear_program import SolverFailed
 from delta_runtime.planners.window_bound import window_bound
 from scripts.points_file import PointsFile
 from scripts.workloads import SIZED, SizedWorkload, TrainState
@@ -140,7 +142,7 @@ class AtCapacity:
         before_bytes = cpu_pool.allocated_bytes()
         state = self.workload.build(SEED, batch_size, size)
         limit_bytes = before_bytes + self.capacity_bytes
-        failure, seconds, peak_bytes, least_extra = "", 0.0, 0, 0.0
+        failure, seconds, peak_bytes, graph = "", 0.0, 0, None
         with contextlib.ExitStack() as stack:
             runtime = self._runtime(name, limit_bytes)
             if runtime is not None:
@@ -157,7 +159,7 @@ class AtCapacity:
                     # As many as of the ordinary step, which is timed before and after.
                     count = 2 * (self.steps + 1)
                     seconds = min(self._timed(step, index) for index in range(count))
-                    least_extra = self._least_extra(name, runtime, limit_bytes)
+                    graph = self._recomputing(name, runtime, size)
                 peak_bytes = cpu_pool.peak_bytes() - before_bytes
             except (torch.OutOfMemoryError, delta.DeltaError) as error:
                 failure = type(error).__name__
@@ -176,7 +178,7 @@ class AtCapacity:
             failure,
             batch_size / seconds if seconds else 0.0,
             self.workload.batch_size / ordinary_s if ordinary_s else 0.0,
-            least_extra,
+            least_extra_of(graph, limit_bytes) if graph is not None else 0.0,
         )
 
     def _runtime(self, name: str, limit_bytes: int) -> delta.Runtime | None:
@@ -185,13 +187,14 @@ class AtCapacity:
         link = self.link if Place.SWAPPED in POLICIES[name].evicts_to else None
         return delta.Runtime(limit_bytes, device="cpu", policy=name, link_bytes_per_s=link)
 
-    @staticmethod
-    def _least_extra(name: str, runtime: delta.Runtime | None, limit_bytes: int) -> float:
-        """Return the share of an ordinary step that no plan which drops goes below; 0 for who does something else."""
-        if runtime is None or POLICIES[name].evicts_to != (Place.DROPPED,):
-            return 0.0
-        graph = runtime.graph()
-        return (window_bound(graph, limit_bytes, time_limit_s=_BOUND_S) or 0.0) / graph.seconds
+    def _recomputing(self, name: str, runtime: delta.Runtime | None, size: int) -> StepGraph | None:
+        """Return the step, if it is of the ordinary input, and who trains drops alone."""
+        drops = runtime is not None and POLICIES[name].evicts_to == (Place.DROPPED,)
+        return (
+            runtime.graph()
+            if runtime is not None and drops and size == self.workload.size
+            else None
+        )
 
     @functools.cached_property
     def part_size(self) -> int:
@@ -234,6 +237,15 @@ class AtCapacity:
                 break
 
 
+def least_extra_of(graph: StepGraph, limit_bytes: int) -> float:
+    """Return the share of an ordinary step that no plan which drops goes below, by its ops' seconds; 0: not known."""
+    try:
+        bound_s = window_bound(graph, limit_bytes, time_limit_s=_BOUND_S)
+    except (ImportError, SolverFailed):
+        return 0.0
+    return (bound_s or 0.0) / graph.seconds
+
+
 def largest(fits: Callable[[int], bool], low: int, step: int, most: int) -> int:
     """Return the largest multiple of `step` above `low` that fits, by doubling and halving; `low` fits.
 
@@ -256,7 +268,8 @@ Record = PointsFile[Trial]
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return what a trial's figures depend on beside its sizes."""
-    return {name: getattr(arguments, name) for name in ("link", "steps", "threads")}
+    given = {name: getattr(arguments, name) for name in ("link", "steps", "threads")}
+    return given | {"ordinary": "rows of as many samples"}
 
 
 def known_trial(
@@ -403,7 +416,8 @@ def largest_of(
 def speeds_of(question: Question, trials: Sequence[Trial]) -> str:
     """Return the speed at each size, over the ordinary one's: in samples; where inputs grow, in tokens or pixels.
 
-    Behind "of": the most that is possible by recomputing, where a batch takes as long for a sample as the ordinary one.
+    Behind "of": about the most that recomputing allows, by the seconds of its ops, if a sample takes as long as in the
+    ordinary batch.
     """
 
     def speed(each: Trial) -> float:
@@ -411,9 +425,7 @@ def speeds_of(question: Question, trials: Sequence[Trial]) -> str:
         return grows * each.samples_per_s / each.ordinary_samples_per_s
 
     def most(each: Trial) -> str:
-        if question.name != "batch" or not each.least_extra:
-            return ""  # a step of longer inputs takes more for each of them, whatever is dropped
-        return f" of {1 / (1 + each.least_extra):.0%}"
+        return f" of {1 / (1 + each.least_extra):.0%}" if each.least_extra else ""
 
     return ", ".join(
         f"{grown(question, each):.3g}x {speed(each):.0%}{most(each)}" for each in trials

@@ -14,7 +14,7 @@ import pytest
 
 import delta_runtime_autoload as autoload
 from delta_runtime.config import VARIABLES
-from delta_runtime.core.cgroup import cgroup_limit_bytes
+from delta_runtime.core.cgroup import cgroup_cores, cgroup_limit_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ["python", "train.py"]
@@ -335,6 +335,33 @@ def test_doctor_finds_the_control_groups_limit(tmp_path, membership, limits, lim
         (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / name).write_text(text + "\n")
     assert cgroup_limit_bytes(tmp_path / "root", tmp_path / "membership") == limit_bytes
+
+
+@pytest.mark.parametrize(
+    ("membership", "limits", "cores"),
+    [
+        ("0::/job", {"job/cpu.max": "250000 100000", "cpu.max": "max 100000"}, 2.5),
+        ("0::/job", {"job/cpu.max": "max 100000"}, None),
+        ("0::/host/only", {"cpu.max": "100000 100000"}, 1.0),
+        (
+            "4:cpu:/job",
+            {"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100"},
+            None,
+        ),
+        (
+            "4:cpu:/job",
+            {"cpu/job/cpu.cfs_quota_us": "300", "cpu/job/cpu.cfs_period_us": "100"},
+            3.0,
+        ),
+        ("", {}, None),
+    ],
+)
+def test_the_cores_that_control_groups_leave(tmp_path, membership, limits, cores):
+    (tmp_path / "membership").write_text(membership)
+    for name, text in limits.items():
+        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / name).write_text(text + "\n")
+    assert cgroup_cores(tmp_path / "root", tmp_path / "membership") == cores
 
 
 def test_a_bad_budget_leaves_an_unmodified_script_alone():

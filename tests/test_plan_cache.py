@@ -18,6 +18,7 @@ from delta_runtime.known_step import CALIBRATION_STEPS, StepCost
 from delta_runtime.plan_cache import (
     LONG_EFFORT,
     LONG_FROM_S,
+    LONG_SEARCH,
     MOST_GRAPHS,
     SEARCH_EFFORT,
     STEPS_TO_SETTLE,
@@ -611,41 +612,52 @@ def test_a_refusal_ends_with_the_budget_that_it_is_for(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rebuild_s", "idles", "effort"),
+    ("rebuild_s", "idles", "trained_s", "effort"),
     [
-        (LONG_FROM_S, True, LONG_EFFORT),
-        (LONG_FROM_S, False, SEARCH_EFFORT),
-        (0.9 * LONG_FROM_S, True, SEARCH_EFFORT),
+        (LONG_FROM_S, True, 100.0, LONG_EFFORT),
+        (LONG_FROM_S, False, 100.0, SEARCH_EFFORT),
+        (LONG_FROM_S, True, 1.0, SEARCH_EFFORT),  # there is no time for more
+        (0.9 * LONG_FROM_S, True, 100.0, SEARCH_EFFORT),
     ],
 )
 def test_the_last_search_is_longer_where_a_core_idles_and_much_is_rebuilt(
-    monkeypatch, rebuild_s, idles, effort
+    monkeypatch, rebuild_s, idles, trained_s, effort
 ):
     efforts = []
 
-    def plan(graph, budget_bytes, **arguments):
-        efforts.append(arguments["effort"])
+    def plan(graph, budget_bytes, *, effort, most_search, **_):
+        efforts.append((effort, most_search))
         return dataclasses.replace(Plan.moving_nothing(graph), predicted_seconds=rebuild_s)
 
     monkeypatch.setattr(joint_heuristic, "plan", plan)
-    planning = PlanningTime(limited=False, core_idles=lambda: idles)
-    cache = PlanCache(plans=True, planning=planning)
+    planning = PlanningTime(clock=lambda: 0.0, core_idles=lambda: idles)
+    planning.trained(trained_s)
+    plans = PlansBeside()
+    cache = PlanCache(plans=True, planning=planning, beside=plans)
     for _ in range(CALIBRATION_STEPS + 1):
         learn(cache)
+        assert plans.wait(60.0)
+        cache.take_made()
     assert cache.settled
-    assert set(efforts[:-1]) == {0.0}
-    assert efforts[-1] == effort
+    most_search = LONG_SEARCH if effort == LONG_EFFORT else joint_heuristic.MOST_TO_SEARCH
+    assert {each for each, _ in efforts[:-1]} == {0.0}
+    assert efforts[-1] == (effort, most_search)
 
 
-def test_planning_may_take_half_of_the_time_of_a_core_that_idles():
+def test_plans_made_beside_training_may_take_half_of_the_time_that_a_core_idled():
     idles = False
     planning = PlanningTime(clock=lambda: 0.0, core_idles=lambda: idles)
     planning.trained(10.0)
-    assert planning.left_s == pytest.approx(1.5)
+    assert (planning.left_s, planning.left_beside_s) == pytest.approx((1.5, 1.5))
     idles = True
-    assert planning.left_s == pytest.approx(6.0)
+    planning.trained(10.0)
+    assert (planning.left_s, planning.left_beside_s) == pytest.approx((2.0, 6.5))
+    idles = False  # what it had then stays
     planning.planned_beside(4.0)
-    assert planning.left_s == pytest.approx(2.0)
+    assert (planning.left_s, planning.left_beside_s) == pytest.approx((2.0, 2.5))
+    planning.planned_beside(100.0, free=True)
+    planning.planned_beside(1.5)
+    assert (planning.left_s, planning.left_beside_s) == pytest.approx((1.0, 1.0))
 
 
 def test_looking_longer_begins_as_soon_as_there_is_time_for_it():

@@ -3,6 +3,7 @@
 # ruff: noqa: PT012
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from delta_runtime.core.interrupts import Interrupted, give_way
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
-from delta_runtime.device import leaves_core_idle
+from delta_runtime.device import core_idles, cores_of_its_own
 from delta_runtime.known_step import CALIBRATION_STEPS
 from delta_runtime.plan_cache import PlanCache
 from delta_runtime.planners import joint_heuristic
@@ -363,6 +364,7 @@ def test_training_gets_pythons_lock_while_a_large_graph_is_planned_for(one_threa
     [
         ("cpu", 2, 1, False),
         ("cpu", 3, 1, True),
+        ("cpu", 2.5, 1, False),
         ("cpu", 4, 2, False),
         ("cuda", 1, 1, False),
         ("cuda", 2, 1, True),
@@ -370,10 +372,39 @@ def test_training_gets_pythons_lock_while_a_large_graph_is_planned_for(one_threa
     ],
 )
 def test_training_leaves_a_core_idle_where_there_are_more_than_it_computes_on(
-    monkeypatch: pytest.MonkeyPatch, device: str, cores: int, processes: int, idle: bool
+    monkeypatch: pytest.MonkeyPatch, device: str, cores: float, processes: int, idle: bool
 ) -> None:
     """Two threads compute on the CPU, one waits for an accelerator, in each process of the machine."""
-    monkeypatch.setattr("delta_runtime.device.usable_cores", lambda: cores)
+    monkeypatch.setattr("delta_runtime.device.cores_of_its_own", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
-    assert leaves_core_idle(torch.device(device)) is idle
+    assert core_idles(torch.device(device))() is idle
+
+
+@pytest.mark.parametrize(("planning", "idles"), [("beside", True), ("between", False)])
+def test_only_plans_made_beside_training_have_the_time_of_a_core_that_idles(
+    monkeypatch: pytest.MonkeyPatch, planning: str, idles: bool
+) -> None:
+    monkeypatch.setenv("DELTA_PLANNING", planning)
+    monkeypatch.setattr(
+        "delta_runtime.steps.core_idles", lambda device: lambda: device.type == "cpu"
+    )
+    with contextlib.closing(tight()) as runtime:
+        assert runtime.steps.planning.core_idles() is idles
+
+
+@pytest.mark.parametrize(
+    ("threads", "real", "quota", "cores"),
+    [(16, 8, None, 8), (4, 8, None, 4), (8, 8, 2.5, 2.5), (2, None, None, 1), (2, 2, 4.0, 2)],
+)
+def test_cores_count_once_and_as_far_as_the_process_may_use_them(
+    monkeypatch: pytest.MonkeyPatch,
+    threads: int,
+    real: int | None,
+    quota: float | None,
+    cores: float,
+) -> None:
+    monkeypatch.setattr("delta_runtime.device.usable_cores", lambda: threads)
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: None if logical else real)
+    monkeypatch.setattr("delta_runtime.device.cgroup_cores", lambda: quota)
+    assert cores_of_its_own() == cores

@@ -6,7 +6,7 @@ import os
 
 
 def usable_cores() -> int:
-    """Return on how many cores this process may run."""
+    """Return on how many cores this process may run: hardware threads that its affinity names."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -17,9 +17,6 @@ Note: order within a batch
        one by one, and are kept only for filters that look at them.
     4. A batch is cut behind each end of a step and behind its worst unmet request, so that both see
        the account of their moment.
-    5. A batch in which all its pages begin and end, as that of a small step does, leaves nothing in the
-       account but counts. It is not entered where nothing is learnt from its uses, no request of it was
-       unmet, and nobody asked for checks.
 """
 
 from __future__ import annotations
@@ -164,8 +161,6 @@ class Ledger:
             raise LedgerError(f"events of unknown kinds: {np.setdiff1d(kind, list(EventKind))}")
         count = np.bincount(kind, minlength=len(EventKind))
         self._counts += count
-        if self._leaves_nothing(events, count):
-            return
         if count[EventKind.SHORTFALL] or count[EventKind.STEP]:
             self._enter_in_parts(events)
         else:
@@ -219,23 +214,6 @@ class Ledger:
         faults = self._faults()
         if faults:
             raise LedgerError("the ledger does not add up: " + "; ".join(faults))
-
-    def _leaves_nothing(self, events: Events, count: IntColumn) -> bool:
-        """Whether a batch need not be entered: rule 5 of the Note."""
-        begun = int(count[EventKind.PACKED])
-        learns = self._near is not None or self._next_uses is not None
-        if learns or self._checked or not 0 < begun == count[EventKind.RELEASED]:
-            return False
-        if count[EventKind.SHORTFALL]:
-            return False
-        kind, page = events["kind"], events["page"]
-        place = page - page[kind == EventKind.PACKED].min()
-        concerned = place[_ORDERED[kind]]
-        if concerned.min() < 0 or concerned.max() >= begun:
-            return False
-        both = (kind == EventKind.PACKED) | (kind == EventKind.RELEASED)
-        lives = np.bincount(2 * place[both] + (kind[both] == EventKind.RELEASED))
-        return len(lives) == 2 * begun and lives.min() == lives.max() == 1
 
     def _enter_in_parts(self, events: Events) -> None:
         """Enter a batch with ends of steps or unmet requests: rule 4 of the Note."""

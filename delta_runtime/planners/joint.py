@@ -21,9 +21,6 @@ from delta_runtime.planners.presence_search import search
 EFFORT = 4.0
 """How long the search goes on, in steps' worth of what the first plan rebuilds."""
 
-TO_SEARCH = 72_000_000
-"""Units of work for which it looks when values are there, from each plan that it begins with, at the least."""
-
 _TURNS = 3  # of looking for a budget that works, where one does not
 
 
@@ -41,8 +38,8 @@ def plan(
         graph: the recorded step.
         budget_bytes: what may be live at any moment.
         tiers: speed of the lanes; None where nothing may be copied.
-        effort: see `joint_heuristic.plan`; if it is more than 0, it looks for `TO_SEARCH` at the least when values are
-            there.
+        effort: see `joint_heuristic.plan`; if it is more than 0, for when values are there it looks as long as it ever
+            does.
         seeds: plans of others for the same graph. When values are there is looked for from each that copies nothing,
             too; the result is the best plan of all, theirs included.
 
@@ -59,7 +56,7 @@ def plan(
             memory,
             effort=effort,
             links=tiers,
-            least_search=TO_SEARCH,
+            least_search=joint_heuristic.MOST_TO_SEARCH,
         )
         plans = [own, *seeds, *_swapping(graph, memory, tiers), Plan.moving_nothing(graph)]
         found = [judged(each, graph, tiers) for each in plans]
@@ -90,7 +87,7 @@ def _searched(seeds: Sequence[Plan], graph: StepGraph, budget_bytes: int) -> lis
     """Return what `presence_search` makes of the plans that copy nothing."""
     recipes = recipes_of(graph)
     found = [
-        search(graph, budget_bytes, each, most_work=TO_SEARCH, recipes=recipes)
+        search(graph, budget_bytes, each, most_work=joint_heuristic.MOST_TO_SEARCH, recipes=recipes)
         for each in seeds
         if not (each.exits == Exit.SWAP).any()
     ]

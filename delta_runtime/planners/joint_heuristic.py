@@ -44,8 +44,8 @@ _PLAYS_TO_EXCHANGE = 0.6  # so many for each saved value, where that is more
 _TO_FIT = 500_000  # at least, to look for a choice that fits where the first one does not
 MOST_EFFORT = 24_000_000
 """Units of work for which a better choice is looked for, at the most."""
-MOST_TO_SEARCH = 400_000_000
-"""Units of work for which is then looked when values are there, at the most."""
+MOST_TO_SEARCH = 72_000_000
+"""Units of work for which is then looked when values are there, at the most, unless told otherwise."""
 _TO_SEARCH = 2_000_000  # at least, to look for when values are there, unless told otherwise
 _USUAL_WORK_PER_SECOND = 45_000_000  # with the extension
 _NOTICED = (
@@ -55,15 +55,15 @@ _MOST_IN_VAIN = 40  # attempts in a row that found nothing better
 _SLACK = 1.1  # a choice that takes so much longer than the best before `repair` ends is given up
 
 
-def search_seconds(effort: float, first_seconds: float) -> float:
+def search_seconds(effort: float, first_seconds: float, most_search: int = MOST_TO_SEARCH) -> float:
     """Return about how many seconds `plan` looks for a better choice than the first, on a core of a usual machine.
 
     Args:
-        effort: see `plan`.
+        effort, most_search: see `plan`.
         first_seconds: that the first choice rebuilds in a step.
     """
     work = effort * first_seconds * WORK_PER_SECOND
-    return (min(work, MOST_EFFORT) + min(work, MOST_TO_SEARCH)) / _USUAL_WORK_PER_SECOND
+    return (min(work, MOST_EFFORT) + min(work, most_search)) / _USUAL_WORK_PER_SECOND
 
 
 def plan(
@@ -75,6 +75,7 @@ def plan(
     links: Links | None = None,
     most_work: float = float("inf"),
     least_search: int = _TO_SEARCH,
+    most_search: int = MOST_TO_SEARCH,
     one_gap: bool = False,
 ) -> Plan:
     """Choose what to drop and what to swap in the next step that is like `graph`.
@@ -91,6 +92,7 @@ def plan(
         most_work: of each attempt, and of looking further, in units of WORK_PER_SECOND.
         least_search: how long to look for when values are there, however little the first choice rebuilds; in the
             same units.
+        most_search: how long at the most, in the same units.
         one_gap: whether each value leaves once at the most, as soon as it may.
 
     Returns:
@@ -153,7 +155,7 @@ def plan(
         choice = _without_lost(evaluator, cover, choice)
     found = plan_of(cover, evaluator, choice, by_next_use=by_next_use)
     if effort > 0 and not one_gap and choice.dropped.any() and not choice.swapped.any():
-        most = int(min(max(work, least_search), MOST_TO_SEARCH, most_work))
+        most = int(min(max(work, least_search), most_search, most_work))
         return _searched(cover, found, most_work=most)
     return found
 

@@ -84,66 +84,6 @@ def test_pages_may_arrive_out_of_order():
     assert ledger.rank(0).pages.tolist() == [3, 5]
 
 
-def whole(first, count):
-    """All events of a step whose pages end in it; some come out of order, some are dropped and are back."""
-    pages = range(first, first + count)
-    rows = [packed(each, 10 * each) for each in reversed(pages)]
-    rows += [event(K.DROPPED, each) for each in pages[::2]]
-    rows += [event(K.REBUILT, each, seconds=0.5) for each in pages[::2]]
-    rows += [event(K.USED, each) for each in pages]
-    rows += [event(K.EDGE, pages[0], key=first - 1), event(K.RESCUE, bytes=7)]
-    return [*rows, *(event(K.RELEASED, each) for each in pages), event(K.STEP)]
-
-
-def test_a_step_whose_pages_end_in_it_leaves_nothing_but_counts():
-    ledger, entered = Ledger(get_policy("recompute")), ledger_for()
-    for each in (ledger, entered):
-        each.handle(batch(packed(1, 100), packed(2, 50)))
-        each.handle(batch(*whole(3, 20)))
-        each.handle(batch(*whole(23, 6), event(K.STEP)))
-        each.check()
-        each.handle(batch(event(K.DROPPED, 1), packed(40, 9)))
-        each.check()
-    assert ledger._table.rows == 3 < entered._table.rows  # they were not entered
-    assert ledger.resident_bytes == entered.resident_bytes == 59
-    assert ledger.dropped_bytes == entered.dropped_bytes == 100
-    assert ledger.rank(0).pages.tolist() == entered.rank(0).pages.tolist()
-    assert (ledger._counts == entered._counts).all()
-
-
-@pytest.mark.parametrize(
-    "also",
-    [
-        [event(K.DROPPED, 1)],  # of a page that was there before
-        [packed(60, 5)],  # which stays
-        [event(K.RELEASED, 1), packed(60, 5)],  # as many begin as end
-        [packed(1, 100), event(K.RELEASED, 1)],
-        [event(K.RELEASED, 3), packed(60, 5)],
-        [event(K.SHORTFALL, bytes=80)],
-    ],
-    ids=["of before", "stays", "others", "twice", "ends twice", "unmet"],
-)
-def test_any_other_batch_is_entered(also):
-    ledgers = [Ledger(get_policy("recompute")), ledger_for()]
-    told = []
-    for ledger in ledgers:
-        ledger.handle(batch(packed(1, 100)))
-        try:
-            ledger.handle(batch(*whole(3, 20)[:-1], *also))
-            told.append((ledger.resident_bytes, ledger.dropped_bytes, ledger.take_shortfall()))
-        except LedgerError as error:
-            told.append(str(error))
-    assert told[0] == told[1]
-    assert told[0] != (100, 0, None)
-
-
-@pytest.mark.parametrize("policy", ["dtr", "swap"])
-def test_a_whole_step_is_entered_where_something_is_learnt_from_it(policy):
-    ledger = Ledger(get_policy(policy))
-    ledger.handle(batch(*whole(3, 20)))
-    assert ledger._table.rows > 0
-
-
 def test_memory_of_the_table_stays_bounded():
     ledger = Ledger(get_policy("dtr"))
     page = 0

@@ -53,7 +53,7 @@ def has_none_of_its_own(monkeypatch):
 def test_it_searches_from_each_seed_that_copies_nothing(searches):
     copies = joint_heuristic.plan(GRAPH, BUDGET_BYTES, drops=False, links=FAST)
     joint.plan(GRAPH, BUDGET_BYTES, FAST, seeds=[*SEEDS, copies])
-    most = joint.TO_SEARCH
+    most = joint_heuristic.MOST_TO_SEARCH
     assert searches.calls == [(each, BUDGET_BYTES, most) for each in SEEDS]
 
 
