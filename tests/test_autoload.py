@@ -317,6 +317,15 @@ def test_doctor_works_without_torch_and_extension(site):
         assert told in done.stdout
 
 
+def control_groups(folder: Path, membership: str, files: dict[str, str]) -> tuple[Path, Path]:
+    """Return where they are mounted, and the file that names those of this process."""
+    (folder / "membership").write_text(membership)
+    for name, text in files.items():
+        (folder / "root" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "root" / name).write_text(text + "\n")
+    return folder / "root", folder / "membership"
+
+
 @pytest.mark.parametrize(
     ("membership", "limits", "limit_bytes"),
     [
@@ -330,11 +339,7 @@ def test_doctor_works_without_torch_and_extension(site):
     ],
 )
 def test_doctor_finds_the_control_groups_limit(tmp_path, membership, limits, limit_bytes):
-    (tmp_path / "membership").write_text(membership)
-    for name, text in limits.items():
-        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "root" / name).write_text(text + "\n")
-    assert cgroup_limit_bytes(tmp_path / "root", tmp_path / "membership") == limit_bytes
+    assert cgroup_limit_bytes(*control_groups(tmp_path, membership, limits)) == limit_bytes
 
 
 @pytest.mark.parametrize(
@@ -357,11 +362,7 @@ def test_doctor_finds_the_control_groups_limit(tmp_path, membership, limits, lim
     ],
 )
 def test_the_cores_that_control_groups_leave(tmp_path, membership, limits, cores):
-    (tmp_path / "membership").write_text(membership)
-    for name, text in limits.items():
-        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "root" / name).write_text(text + "\n")
-    assert cgroup_cores(tmp_path / "root", tmp_path / "membership") == cores
+    assert cgroup_cores(*control_groups(tmp_path, membership, limits)) == cores
 
 
 def test_a_bad_budget_leaves_an_unmodified_script_alone():
