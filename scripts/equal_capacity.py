@@ -189,12 +189,9 @@ class AtCapacity:
 
     def _recomputing(self, name: str, runtime: delta.Runtime | None, size: int) -> StepGraph | None:
         """Return the step, if it is of the ordinary input, and who trains drops alone."""
-        drops = runtime is not None and POLICIES[name].evicts_to == (Place.DROPPED,)
-        return (
-            runtime.graph()
-            if runtime is not None and drops and size == self.workload.size
-            else None
-        )
+        if runtime is None or size != self.workload.size:
+            return None
+        return runtime.graph() if POLICIES[name].evicts_to == (Place.DROPPED,) else None
 
     @functools.cached_property
     def part_size(self) -> int:
