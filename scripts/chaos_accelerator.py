@@ -21,6 +21,7 @@ from scripts.chaos_world import (
     BACKWARD,
     BETWEEN,
     CUDA,
+    DISK,
     FAKE,
     FORWARD,
     HOST,
@@ -91,7 +92,7 @@ def late_in(strike: Strike) -> None:
 
 
 def _lanes(strike: Strike) -> tuple[int, int]:
-    (tier,) = strike.runtime.session.tiers()
+    tier = strike.runtime.session.tiers()[-1]
     assert tier["streams"] is not None
     return tier["streams"]
 
@@ -187,6 +188,7 @@ def other_stream(strike: Strike) -> None:
         strike.world.around_block = around
 
 
+_BELOW = (HOST, DISK)
 _AT_CONSTRUCTION = "host memory for so small a net is pinned when the runtime is made"
 NOTHING_LEAVES = "in backward nothing leaves: there is room"
 
@@ -204,26 +206,26 @@ OF_ACCELERATORS: Mapping[str, Fault] = MappingProxyType(
         "copies out late": Fault(
             late_out,
             devices=ACCELERATORS,
-            ways=(HOST,),
+            ways=_BELOW,
             never=(Never(NOTHING_LEAVES, phases=(BACKWARD,)),),
         ),
         "copies in late": Fault(
-            late_in, devices=ACCELERATORS, ways=(HOST,), backward_blocks=LAST_BLOCKS
+            late_in, devices=ACCELERATORS, ways=_BELOW, backward_blocks=LAST_BLOCKS
         ),
         "copies slow": Fault(
-            slow_copies, devices=(FAKE,), ways=(HOST,), backward_blocks=LAST_BLOCKS
+            slow_copies, devices=(FAKE,), ways=_BELOW, backward_blocks=LAST_BLOCKS
         ),
         "device lost": Fault(
             lost,
             devices=(FAKE,),
-            ways=(HOST,),
+            ways=_BELOW,
             errors=(delta.SwapFailed,),
             backward_blocks=LAST_BLOCKS,
         ),
         "lost in an op": Fault(
             lost_in_op,
             devices=(FAKE,),
-            ways=(HOST,),
+            ways=_BELOW,
             phases=(FORWARD,),
             errors=(delta.SwapFailed,),
             prepare=without_evidence,

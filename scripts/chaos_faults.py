@@ -51,6 +51,8 @@ _RUNS_S = 10.0
 _LESS = {DROPPED: (0.45, 0.55), HOST: (0.2, 0.25), DISK: (0.15, 0.175)}
 """How much of what the step needs fits into the smaller device. At 0.4, 0.15 and 0.1 steps die: all that may leave
 has left then, and in a first step what an op of the program's own made may not."""
+_LESS_ON_ACCELERATORS = {**_LESS, DISK: _LESS[HOST]}
+"""There the two ways are alike: at 0.175 steps die by both."""
 _SLOW_BYTES_PER_S = 2e7
 
 
@@ -67,9 +69,10 @@ def no_memory(strike: Strike) -> None:
 
 def less_memory(strike: Strike) -> None:
     """Make the device smaller than the budget until the step is over; what may leave is more than that."""
-    world = strike.world
+    less = _LESS if strike.device.name == CPU else _LESS_ON_ACCELERATORS
     strike.takes_if_more(strike.device.refusals)
-    strike.device.shrink(world.budget_bytes(strike.random.choice(_LESS[strike.way])))
+    share = strike.random.choice(less[strike.way])
+    strike.device.shrink(strike.world.budget_bytes(share))
     strike.after.append(strike.device.widen)
 
 

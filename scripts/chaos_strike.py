@@ -12,7 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import delta_runtime as delta
-from scripts.chaos_world import BLOCKS, DEVICES, PHASES, WAYS, Device, World
+from scripts.chaos_world import (
+    BACKWARD,
+    BLOCKS,
+    CPU,
+    DEVICES,
+    DISK,
+    PHASES,
+    WAYS,
+    Device,
+    World,
+)
 
 LAST_BLOCKS = range(BLOCKS // 2, BLOCKS)
 
@@ -106,6 +116,14 @@ class Fault:
     arms: bool = False
     never: tuple[Never, ...] = ()
     backward_blocks: range = range(BLOCKS)
+
+    def blocks(self, device: str, way: str, phase: str) -> range:
+        """At which blocks it may come there."""
+        if phase != BACKWARD:
+            return range(BLOCKS)
+        if way == DISK and device != CPU:
+            return self.backward_blocks[-1:]  # a block or two later all is back from the disk
+        return self.backward_blocks
 
     def makes_sense(self, device: str, way: str, phase: str) -> bool:
         """Whether it is struck there."""

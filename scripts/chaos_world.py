@@ -147,6 +147,11 @@ class Accelerator(Device):
             {
                 DROPPED: {"policy": "recompute"},
                 HOST: {"policy": "swap", "host_budget": 512 * self.tensor_bytes},
+                DISK: {
+                    "policy": "swap",
+                    "host_budget": 1,
+                    "disk_budget": 512 * self.tensor_bytes,
+                },
             }
         )
         self._module = torch.get_device_module(self.torch)

@@ -10,8 +10,8 @@ no strike was delivered. Delivered means that it was seen to be: an allocation t
 
     python scripts/stress_chaos.py [--device cpu] [--seeds 5] [--first-seed 0] [--only NAME ...] [--out FILE]
 
-`--device` is `cpu`, `cuda`, or `fake`: the simulated accelerator of the tests. Below these two there is no disk; they
-have faults of their own (chaos_accelerator.py). `--out` appends each strike to FILE, a line of JSON each; strikes that
+`--device` is `cpu`, `cuda`, or `fake`: the simulated accelerator of the tests. These two have faults of their own
+(chaos_accelerator.py). `--out` appends each strike to FILE, a line of JSON each; strikes that
 it has already are not run again. tests/scripts/test_chaos.py runs one seed, tests/accelerator/test_chaos.py another.
 """
 
@@ -44,7 +44,7 @@ from rich.table import Table
 
 from scripts.chaos_faults import FAULTS, open_files
 from scripts.chaos_strike import Fault, Strike
-from scripts.chaos_world import BACKWARD, BETWEEN, BLOCKS, DEVICES, PHASES, Device, World, device_of
+from scripts.chaos_world import BETWEEN, DEVICES, PHASES, Device, World, device_of
 from scripts.stress_interrupts import clear_away, leftovers
 from scripts.stress_leaks import Footprint, footprint
 
@@ -138,7 +138,7 @@ def _forget(_: object) -> None:
 def _struck(
     world: World, fault: Fault, way: str, phase: str, by_chance: random.Random
 ) -> tuple[Strike, bool, BaseException | None]:
-    blocks = fault.backward_blocks if phase == BACKWARD else range(BLOCKS)
+    blocks = fault.blocks(world.device.name, way, phase)
     strike = Strike(world, way, phase, by_chance.choice(blocks), by_chance)
     settings = dict(world.device.ways[way]) | dict(fault.prepare(strike) if fault.prepare else {})
     files = open_files()

@@ -239,7 +239,7 @@ void Eviction::wait_for(Transfer& transfer, Guard& guard) {
   }
   if (!transfer.out) {
     counters_.in_stall_s += waited_s;
-  } else if (options_.device.is_cpu()) {  // else the device's clock tells
+  } else if (transfer.lane->host_waits()) {
     counters_.out_stall_s += waited_s;
   }
 }

@@ -94,7 +94,7 @@ void SwapIn::raise_lost(const Page& page) const {
   throw SwapFailedError(which + " was swapped out and cannot be read any more (" + why +
                         "), and it cannot be recomputed either. Gradients of this backward are "
                         "incomplete; weights and optimizer state are as they were. " +
-                        (options_.device.is_cpu()
+                        (tiers_.all()[page.tier].kind == Tier::Disk
                              ? "Run the step again without disk_budget and spill_dir, or with "
                                "another spill_dir."
                              : "The device failed: start the program again."));
@@ -129,7 +129,7 @@ c10::Storage SwapIn::take_if_there(Page& page, Wait& wait) {
   if (page.residency() == Residency::Resident || page.residency() == Residency::Dropped) {
     if (page.below.prefetched && !wait.told) {
       ++counters_.prefetch_hits;
-    } else if (wait.told && options_.device.is_cpu()) {  // else the device's clock tells
+    } else if (wait.told && tiers_.all()[page.tier].in->host_waits()) {
       counters_.in_stall_s += now_s() - wait.begin_s;
     }
     page.below.prefetched = false;

@@ -8,6 +8,7 @@
 
 #include "pool/cpu_pool.h"
 #include "tiers/spill_file.h"
+#include "tiers/staged_lane.h"
 #include "tiers/stream_lane.h"
 #include "tiers/thread_lane.h"
 #include "util/gil.h"
@@ -34,19 +35,39 @@ SwapTiers::SwapTiers(SessionState& state, Evidence& evidence, Recipes& recipes, 
 }
 
 void SwapTiers::open() {
-  if (options_.device.is_cpu()) {
-    open_host_and_disk();
-    return;
-  }
-  SwapTier tier;
-  tier.store = std::make_shared<HostMemory>(options_.host_bytes, options_.pinning);
-  tier.store->grow();
-  tier.out = std::make_unique<StreamLane>(options_.device, spans_);
-  tier.in = std::make_unique<StreamLane>(options_.device, spans_);
-  tiers_.push_back(std::move(tier));
+  options_.device.is_cpu() ? open_below_cpu() : open_below_accelerator();
+  TORCH_CHECK(!tiers_.empty(), "swapping needs a tier below the device");
 }
 
-void SwapTiers::open_host_and_disk() {
+void SwapTiers::open_below_accelerator() {
+  const bool spills = options_.spill_file >= 0;
+  const int64_t staging_bytes = spills ? 2 * Bounce::kBytes : 0;
+  SwapTier host;
+  host.store = std::make_shared<HostMemory>(
+      std::max<int64_t>(0, options_.host_bytes - staging_bytes), options_.pinning);
+  host.store->grow();
+  host.out = std::make_unique<StreamLane>(options_.device, spans_);
+  host.in = std::make_unique<StreamLane>(options_.device, spans_);
+  tiers_.push_back(std::move(host));
+  if (spills) {
+    const auto staging = std::make_shared<HostMemory>(staging_bytes, options_.pinning);
+    staging->grow();
+    const auto lane = [&] {
+      std::shared_ptr<Block> memory = staging->allocate(Bounce::kBytes);
+      TORCH_CHECK(memory, "no memory to stage what goes to the disk");
+      return std::make_unique<StagedLane>(options_.device, std::move(memory));
+    };
+    SwapTier disk;
+    disk.kind = Tier::Disk;
+    disk.store = std::make_shared<SpillFile>(options_.spill_file, options_.spill_bytes,
+                                             options_.spill_direct);
+    disk.out = lane();
+    disk.in = lane();
+    tiers_.push_back(std::move(disk));
+  }
+}
+
+void SwapTiers::open_below_cpu() {
   const bool spills = options_.spill_file >= 0;
   const int64_t bounce_bytes = spills && options_.spill_direct ? 2 * Bounce::kBytes : 0;
   std::shared_ptr<Throttle> links[2];
@@ -73,7 +94,6 @@ void SwapTiers::open_host_and_disk() {
     add(Tier::Disk, std::make_shared<SpillFile>(options_.spill_file, options_.spill_bytes,
                                                 options_.spill_direct));
   }
-  TORCH_CHECK(!tiers_.empty(), "swapping needs a tier below the device");
 }
 
 int64_t SwapTiers::returns() const {
@@ -194,7 +214,8 @@ void SwapTiers::forget_copy(Page& page) {
   page.below.copy.reset();
 }
 
-// A block in the nearest tier that has room; that tier is at `place`.
+// A block in the nearest tier that has room; that tier is at `place`. None, too, where a tier has
+// room as soon as it has grown.
 std::shared_ptr<Block> SwapTiers::room_for(int64_t bytes, size_t& place) {
   for (place = 0; place < tiers_.size(); ++place) {
     Store& store = *tiers_[place].store;
@@ -212,7 +233,7 @@ std::shared_ptr<Block> SwapTiers::room_for(int64_t bytes, size_t& place) {
       }
     }
     block = store.allocate(bytes);
-    if (block) {
+    if (block || store.grows()) {
       return block;
     }
   }

@@ -13,7 +13,8 @@
 //  5. What came back keeps its copy, and stays clean, until its last ticket goes or the tier runs
 //     short.
 //  6. Nothing waits for a lane under the session's lock.
-//  7. A copy goes to the nearest tier that has room. One that could not be written is none, and its
+//  7. A copy goes to the nearest tier that has room, or will have as soon as it grows. One that
+//  could not be written is none, and its
 //     page is still there. One that cannot be read is replaced by running the recipe.
 #pragma once
 
@@ -88,7 +89,8 @@ class SwapTiers : public Part, private Writer {
 
  private:
   void open();
-  void open_host_and_disk();
+  void open_below_cpu();
+  void open_below_accelerator();
   int64_t returns() const;  // blocks that have come back to any tier
   std::shared_ptr<Block> room_for(int64_t bytes, size_t& place);
   bool can_write_back(const Page& page) const;

@@ -20,15 +20,15 @@ class HostBlock : public Block {
     owner_->give_back(offset_, bytes());
   }
 
-  int write(const void* from, Bounce&) override {
-    std::memcpy(data(), from, static_cast<size_t>(bytes()));
+  int write(int64_t at, const char* from, int64_t bytes, Bounce&) override {
+    std::memcpy(data() + at, from, static_cast<size_t>(bytes));
+    return 0;
+  }
+  int read(int64_t at, char* to, int64_t bytes, Bounce&) override {
+    std::memcpy(to, data() + at, static_cast<size_t>(bytes));
     return 0;
   }
   void* memory() override { return data(); }
-  int read(void* to, Bounce&) override {
-    std::memcpy(to, data(), static_cast<size_t>(bytes()));
-    return 0;
-  }
 
  private:
   char* data() const { return owner_->reserved_.begin + offset_; }
@@ -117,6 +117,11 @@ void HostMemory::grow() {
   }
   places_.extend(more);
   returns_.fetch_add(1);
+}
+
+bool HostMemory::grows() const {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return !retired_ && !failed_ && open_bytes_ < reserved_.bytes;
 }
 
 void HostMemory::unpin(const std::vector<std::pair<void*, int64_t>>& pinned) const {

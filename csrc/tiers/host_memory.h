@@ -38,6 +38,7 @@ class HostMemory : public Store, public std::enable_shared_from_this<HostMemory>
   bool is_open() const override;
   void retire() override;
   void grow() override;
+  bool grows() const override;
 
  private:
   friend class HostBlock;

@@ -1,5 +1,6 @@
 // Copy lanes: one for each tier and direction, in order. On the CPU worker threads (thread_lane.h),
-// on an accelerator side streams (stream_lane.h); the same contract.
+// on an accelerator side streams (stream_lane.h), and to its disk both (staged_lane.h); the same
+// contract.
 //
 // Note: a transfer's life
 //  1. Whoever submits it keeps both ends of it alive until it has ended: `device` holds the storage
@@ -17,6 +18,7 @@
 #include <c10/core/Stream.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -48,10 +50,11 @@ struct Transfer : c10::intrusive_ptr_target {
   double end_s = 0;
 
   // On streams only.
-  c10::StreamId stream = kNoStream;      // that the device memory belongs to
-  c10::intrusive_ptr<Transfer> follows;  // in: the copy out that it reads
-  std::optional<c10::Event> began;       // on the lane's stream
-  std::optional<c10::Event> after;       // on the lane's stream
+  c10::StreamId stream = kNoStream;                // that the device memory belongs to
+  c10::intrusive_ptr<Transfer> follows;            // in: the copy out that it reads
+  std::array<std::optional<c10::Event>, 2> ready;  // on a staged lane: what it has to come after
+  std::optional<c10::Event> began;                 // on the lane's stream
+  std::optional<c10::Event> after;                 // on the lane's stream
   std::atomic<c10::StreamId> ordered_before{
       kNoStream};  // what this stream does next comes after it
 
@@ -85,6 +88,9 @@ class Lane {
   virtual void poll() noexcept {}                              // takes note of what has ended
   virtual void finish(Transfer& transfer) { wait(transfer); }  // until it has ended
   virtual void stop() = 0;                                     // after what is queued
+  // Whether whoever waits stands still until the copy has ended; else the device's clock tells how
+  // long a stream did.
+  virtual bool host_waits() const { return true; }
   virtual c10::StreamId stream_id() const { return kNoStream; }
   virtual double seconds_for(int64_t bytes) const;  // as measured; 0: not known yet
 

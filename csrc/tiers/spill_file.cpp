@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "util/hash.h"
@@ -16,54 +17,34 @@ class SpillBlock : public Block {
  public:
   SpillBlock(std::shared_ptr<SpillFile> owner, int64_t offset, int64_t bytes)
       : Block(bytes), owner_(std::move(owner)), offset_(offset) {
-    written_.reserve(static_cast<size_t>((bytes + Bounce::kBytes - 1) / Bounce::kBytes));
+    written_.resize(static_cast<size_t>((bytes + Bounce::kBytes - 1) / Bounce::kBytes));
   }
   ~SpillBlock() override { owner_->give_back(offset_, bytes()); }
 
-  int write(const void* from, Bounce& bounce) override {
+  int write(int64_t at, const char* from, int64_t bytes, Bounce& bounce) override {
     if (!owner_->is_own_process()) {
       return ECHILD;  // a forked child leaves alone what the parent's lane was at
     }
-    written_.clear();
-    return each_chunk([&](int64_t at, int64_t chunk) {
-      const char* data = static_cast<const char*>(from) + at;
-      written_.push_back(hash_of(data, chunk));
-      return owner_->write(offset_ + at, data, chunk, bounce);
-    });
+    written_[static_cast<size_t>(at / Bounce::kBytes)] = hash_of(from, bytes);
+    return owner_->write(offset_ + at, from, bytes, bounce);
   }
-  int read(void* to, Bounce& bounce) override {
+  int read(int64_t at, char* to, int64_t bytes, Bounce& bounce) override {
     if (!owner_->is_own_process()) {
       return ECHILD;
     }
-    size_t chunks = 0;
-    return each_chunk([&](int64_t at, int64_t chunk) {
-      char* data = static_cast<char*>(to) + at;
-      const int error = owner_->read(offset_ + at, data, chunk, bounce);
-      if (error != 0) {
-        return error;
-      }
-      const size_t which = chunks++;
-      const bool same = which < written_.size() && hash_of(data, chunk) == written_[which];
-      return same ? 0 : kOtherBytes;
-    });
+    const int error = owner_->read(offset_ + at, to, bytes, bounce);
+    if (error != 0) {
+      return error;
+    }
+    const auto& written = written_[static_cast<size_t>(at / Bounce::kBytes)];
+    return written && hash_of(to, bytes) == *written ? 0 : kOtherBytes;
   }
 
  private:
-  template <class Move>
-  int each_chunk(const Move& move) {
-    for (int64_t at = 0; at < bytes(); at += Bounce::kBytes) {
-      const int error = move(at, std::min(Bounce::kBytes, bytes() - at));
-      if (error != 0) {
-        return error;
-      }
-    }
-    return 0;
-  }
-
   std::shared_ptr<SpillFile> owner_;
   int64_t offset_;
   // Of each chunk. Written by the lane out; the lane in reads it once the copy out has ended.
-  std::vector<Hash128> written_;
+  std::vector<std::optional<Hash128>> written_;
 };
 
 namespace {
@@ -171,7 +152,9 @@ int SpillFile::write(int64_t offset, const char* from, int64_t bytes, Bounce& bo
   if (bounce.data() == nullptr) {
     return ENOMEM;
   }
-  std::memcpy(bounce.data(), from, static_cast<size_t>(bytes));
+  if (from != bounce.data()) {
+    std::memcpy(bounce.data(), from, static_cast<size_t>(bytes));
+  }
   std::memset(bounce.data() + bytes, 0, static_cast<size_t>(aligned(bytes) - bytes));
   return move_all(aligned(bytes), direct_, ENOSPC, [&](int64_t done, int64_t rest) {
     return pwrite(fd_, bounce.data() + done, static_cast<size_t>(rest), offset + done);
@@ -190,7 +173,7 @@ int SpillFile::read(int64_t offset, char* to, int64_t bytes, Bounce& bounce) {
   const int error = move_all(aligned(bytes), direct_, ENODATA, [&](int64_t done, int64_t rest) {
     return pread(fd_, bounce.data() + done, static_cast<size_t>(rest), offset + done);
   });
-  if (error == 0) {
+  if (error == 0 && to != bounce.data()) {
     std::memcpy(to, bounce.data(), static_cast<size_t>(bytes));
   }
   return error;

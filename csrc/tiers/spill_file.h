@@ -1,7 +1,7 @@
 // A file below the device: one, preallocated, without a name. Blocks are places in it.
 //
-// Opened by delta_runtime/act/spill.py. With O_DIRECT, bytes go through the lane's bounce buffer in
-// chunks, since nobody's tensors are aligned to 4,096 bytes; without, the page cache takes them.
+// Opened by delta_runtime/act/spill.py. With O_DIRECT, bytes go through the lane's bounce buffer,
+// since nobody's tensors are aligned to 4,096 bytes; without, the page cache takes them.
 //
 // Note: a file can be cut, written to or lose blocks behind our back, and reading it then succeeds.
 // So a block hashes each chunk on its way out and compares it on its way in, on the lane's thread

@@ -1,6 +1,7 @@
 // What a tier below the device is made of: a store, and the blocks in it that hold pages' bytes.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
@@ -10,27 +11,32 @@ namespace delta {
 
 enum class Tier : int8_t { Host = 0, Disk = 1 };
 
-// Aligned memory for file systems that copy nothing by themselves (O_DIRECT). One for each lane,
-// made when it is first needed.
+// Aligned memory for one chunk: for file systems that copy nothing by themselves (O_DIRECT), and
+// for what a device copies from and to. One for each lane, made when it is first needed.
 class Bounce {
  public:
   static constexpr int64_t kBytes = 1 << 20;
   static constexpr int64_t kAlignment = 4096;
 
   Bounce() = default;
-  ~Bounce() { std::free(data_); }
+  explicit Bounce(char* lent) : lent_(lent) {}  // of kBytes, aligned; stays its owner's
+  ~Bounce() { std::free(own_); }
   Bounce(const Bounce&) = delete;
   Bounce& operator=(const Bounce&) = delete;
 
   char* data() {  // nullptr: no memory
-    if (data_ == nullptr) {
-      data_ = static_cast<char*>(std::aligned_alloc(kAlignment, kBytes));
+    if (lent_ != nullptr) {
+      return lent_;
     }
-    return data_;
+    if (own_ == nullptr) {
+      own_ = static_cast<char*>(std::aligned_alloc(kAlignment, kBytes));
+    }
+    return own_;
   }
 
  private:
-  char* data_ = nullptr;
+  char* const lent_ = nullptr;
+  char* own_ = nullptr;
 };
 
 // Goes back to its store when it dies, on any thread.
@@ -42,9 +48,23 @@ class Block {
   Block& operator=(const Block&) = delete;
 
   int64_t bytes() const { return bytes_; }
-  virtual int write(const void* from, Bounce& bounce) = 0;  // all of it; 0 or an errno
-  virtual int read(void* to, Bounce& bounce) = 0;
+  // One chunk: what lies at `at`, a multiple of Bounce::kBytes, up to the next such place or the
+  // end. 0 or an errno. `from` and `to` may be the bounce's own memory.
+  virtual int write(int64_t at, const char* from, int64_t bytes, Bounce& bounce) = 0;
+  virtual int read(int64_t at, char* to, int64_t bytes, Bounce& bounce) = 0;
   virtual void* memory() { return nullptr; }  // where it lies in host memory, if it does
+
+  // Calls `move(at, bytes)` for each chunk, until one fails. 0 or its errno.
+  template <class Move>
+  int each_chunk(const Move& move) const {
+    for (int64_t at = 0; at < bytes_; at += Bounce::kBytes) {
+      const int error = move(at, std::min(Bounce::kBytes, bytes_ - at));
+      if (error != 0) {
+        return error;
+      }
+    }
+    return 0;
+  }
 
  private:
   int64_t bytes_;
@@ -75,6 +95,7 @@ class Store {
   virtual int descriptor() const { return -1; }  // of a file
   // Takes more from the system, where it does so by and by. Under no lock: it may take the GIL.
   virtual void grow() {}
+  virtual bool grows() const { return false; }         // there is more for it to take
   int64_t returns() const { return returns_.load(); }  // blocks that have come back so far
 
  protected:

@@ -1,19 +1,12 @@
 #include "tiers/stream_lane.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/StreamGuard.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <unistd.h>
 
 #include <cerrno>
 
-#include "util/bytes_of.h"
+#include "tiers/stream_copy.h"
 #include "util/sabotage.h"
 
 namespace delta {
@@ -45,18 +38,7 @@ void StreamLane::copy(Transfer& transfer) {
   transfer.began.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
   transfer.after.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
   transfer.began->record(stream_);
-  {
-    const c10::StreamGuard on(stream_);
-    const c10::NoGradGuard no_grad;
-    // No Python may run here: the session's lock is held.
-    const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::autocast_dispatch_keyset |
-                                                      c10::python_ks);
-    const at::RecordFunctionGuard unobserved(false);
-    const at::AutoDispatchBelowADInplaceOrView below;
-    at::Tensor there = bytes_of(transfer.device);
-    at::Tensor here = at::from_blob(transfer.block->memory(), {transfer.bytes}, at::kByte);
-    (transfer.out ? here : there).copy_(transfer.out ? there : here, /*non_blocking=*/true);
-  }
+  queue_copy(stream_, transfer.device, 0, transfer.bytes, transfer.block->memory(), transfer.out);
   transfer.after->record(stream_);
 }
 

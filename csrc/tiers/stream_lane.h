@@ -36,6 +36,7 @@ class StreamLane : public Lane {
   void poll() noexcept override;
   void finish(Transfer& transfer) override;
   void stop() override;
+  bool host_waits() const override { return false; }
   c10::StreamId stream_id() const override { return stream_.id(); }
 
  private:

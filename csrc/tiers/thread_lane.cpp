@@ -33,12 +33,24 @@ std::pair<Throttle::Time, Throttle::Time> Throttle::claim(int64_t bytes, Time no
   return {begin, free_at_};
 }
 
+int ThreadLane::write(Transfer& transfer, Bounce& bounce) {
+  const char* from = static_cast<const char*>(transfer.memory);
+  return transfer.block->each_chunk([&](int64_t at, int64_t bytes) {
+    return transfer.block->write(at, from + at, bytes, bounce);
+  });
+}
+
+int ThreadLane::read(Transfer& transfer, Bounce& bounce) {
+  char* to = static_cast<char*>(transfer.memory);
+  return transfer.block->each_chunk(
+      [&](int64_t at, int64_t bytes) { return transfer.block->read(at, to + at, bytes, bounce); });
+}
+
 void ThreadLane::copy(Transfer& transfer, Bounce& bounce) {
-  Block& block = *transfer.block;
   if (transfer.out) {
-    transfer.error = block.write(transfer.memory, bounce);
-  } else if ((transfer.error = block.read(transfer.memory, bounce)) != 0) {
-    transfer.error = block.read(transfer.memory, bounce);  // all the rest depends on it: once more
+    transfer.error = write(transfer, bounce);
+  } else if ((transfer.error = read(transfer, bounce)) != 0) {
+    transfer.error = read(transfer, bounce);  // all the rest depends on it: once more
   }
 }
 
@@ -169,7 +181,7 @@ void ThreadLane::run(Transfer& transfer) {
   if (throttle_) {
     std::tie(begin, end_at) = throttle_->claim(transfer.bytes, begin);
   }
-  copy(transfer, bounce_);
+  copy(transfer, bounce());
   if (throttle_) {
     std::unique_lock<std::mutex> lock(mutex_);
     submitted_.wait_until(lock, end_at, [&] { return stopping_; });

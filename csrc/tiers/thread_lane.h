@@ -47,16 +47,22 @@ class ThreadLane : public Lane {
   void stop() override;                              // unthrottled; submitting later copies at once
   double seconds_for(int64_t bytes) const override;  // by the throttle, or as measured
 
+ protected:
+  // All of it, by the thread that calls. 0 or an errno.
+  virtual int write(Transfer& transfer, Bounce& bounce);
+  virtual int read(Transfer& transfer, Bounce& bounce);
+  virtual Bounce& bounce() { return bounce_; }  // the worker's
+
  private:
   void leave_behind_in_fork();
-  static void copy(Transfer& transfer, Bounce& bounce);
-  static void copy_now(Transfer& transfer);  // by whoever asks for it
+  void copy(Transfer& transfer, Bounce& bounce);
+  void copy_now(Transfer& transfer);  // by whoever asks for it
   void work();
   void run(Transfer& transfer);
 
   const std::shared_ptr<Throttle> throttle_;
   const bool only_link_;
-  Bounce bounce_;  // the worker's
+  Bounce bounce_;
   std::condition_variable submitted_;
   std::condition_variable ended_;
   std::deque<TransferPtr> queue_;

@@ -2,8 +2,8 @@
 
 A CPU device is RAM itself, so there is no host memory below it unless it stands in for an
 accelerator: `host_budget` or `link_bytes_per_s` make it one (the virtual accelerator). Then the CPU
-pool is the device's memory and RAM outside of the pool is the host's. Disk lies below both, where
-`disk_budget` or `spill_dir` ask for it. Below an accelerator there is pinned host memory.
+pool is the device's memory and RAM outside of the pool is the host's. Below an accelerator there is
+pinned host memory. Disk lies below them all, where `disk_budget` or `spill_dir` ask for it.
 """
 
 from __future__ import annotations
@@ -62,23 +62,20 @@ def open_tiers(config: Config, device: torch.device) -> Tiers:
         for name in ("host_budget", "link_bytes_per_s", "disk_budget", "spill_dir")
         if (value := getattr(config, name)) is not None
     }
-    if device.type != "cpu":
-        if strange := sorted(set(asked) - {"host_budget"}):
-            raise UsageError(
-                f"{', '.join(strange)}: for the CPU device only, in this version.",
-                asked=f"{strange[0]}={asked[strange[0]]!r} on {device}",
-                change="Leave it out: an accelerator swaps to pinned host memory, as host_budget allows.",
-            )
-        return Tiers(_host_bytes(config.host_budget_bytes))
-    tiers = Tiers()
-    if "host_budget" in asked or "link_bytes_per_s" in asked:
-        tiers = Tiers(
-            _host_bytes(config.host_budget_bytes), link_bytes_per_s(config.link_bytes_per_s)
+    on_accelerator = device.type != "cpu"
+    if on_accelerator and "link_bytes_per_s" in asked:
+        raise UsageError(
+            "link_bytes_per_s: for the CPU device only, which it makes a virtual accelerator.",
+            asked=f"link_bytes_per_s={asked['link_bytes_per_s']!r} on {device}",
+            change="Leave it out: an accelerator's link is as fast as it is.",
         )
+    has_host = on_accelerator or "host_budget" in asked or "link_bytes_per_s" in asked
+    host_bytes = _host_bytes(config.host_budget_bytes) if has_host else 0
+    link = link_bytes_per_s(config.link_bytes_per_s) if has_host else 0.0
+    spill = None
     if "disk_budget" in asked or "spill_dir" in asked:
         spill = open_spill_file(config.spill_dir, config.disk_budget_bytes)
-        tiers = Tiers(tiers.host_bytes, tiers.link_bytes_per_s, spill)
-    return tiers
+    return Tiers(host_bytes, link, spill)
 
 
 def _host_bytes(asked_bytes: int | None) -> int:

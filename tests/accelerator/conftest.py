@@ -7,7 +7,7 @@ tests/support/device.py). tests/test_accelerator.py runs them on the first, in a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -48,8 +48,8 @@ class Controls:
                 torch.cuda._sleep(int(seconds * CYCLES_PER_S))
 
     def delay_lane(self, runtime: delta.Runtime, direction: str, seconds: float) -> None:
-        """The lane "out" or "in" does nothing for a while before what is queued next."""
-        (tier,) = runtime.session.tiers()
+        """The lane "out" or "in" of the last tier does nothing for a while before what is queued next."""
+        tier = runtime.session.tiers()[-1]
         stream_id = tier["streams"][("out", "in").index(direction)]
         if self.fake is not None:
             self.fake.delay(stream_id, seconds)
@@ -79,6 +79,15 @@ def controls() -> Controls:
     from tests.support import fake_accelerator
 
     return Controls(fake_accelerator.load())
+
+
+@pytest.fixture
+def failing(controls: Controls) -> Iterator[Callable[[bool], None]]:
+    """The switch of a device that fails; it is well again after the test."""
+    if not controls.simulated:
+        pytest.skip("a real card does not fail to order")
+    yield controls.lost
+    controls.lost(False)
 
 
 @pytest.fixture

@@ -16,29 +16,30 @@ import torch
 from tests.support.bitwise import difference
 from tests.support.device import TYPE
 from tests.support.fixtures import one_thread  # noqa: F401
-from tests.support.training import UNSUPPORTED, Recipe, Run, train
+from tests.support.training import Recipe, Run, train
 from tests.sweeps.rows import Outcome, failures, module_rows, op_rows, run_row
 from tests.zoo import ZOO
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 MODES = ("drop_all", "swap_all", "mix")
-MODELS = [name for name in ZOO if name not in UNSUPPORTED.get(TYPE, ())]
-DEAR = ("lstm", "mamba", "swin", "t5", "inplace_resnet")
+MODES_OF_MODELS = (*MODES, "disk_all")
+MODELS = list(ZOO)
+DEAR = ("gru", "lstm", "mamba", "swin", "t5", "inplace_resnet")
 """On the simulated device a minute where everything leaves: there, in `make test`, only a random part does."""
 
 
 def _simulated_runs() -> list[object]:
     runs: list[object] = []
     for index, name in enumerate(MODELS):
-        mode = MODES[index % len(MODES)]
+        mode = MODES_OF_MODELS[index % len(MODES_OF_MODELS)]
         dear = name in DEAR and mode != "mix"
         runs.append(pytest.param(name, mode, marks=[pytest.mark.slow] * dear))
         runs += [(name, "mix")] * dear
     return runs
 
 
-RUNS = _simulated_runs() if TYPE == "fake" else list(itertools.product(MODELS, MODES))
+RUNS = _simulated_runs() if TYPE == "fake" else list(itertools.product(MODELS, MODES_OF_MODELS))
 
 
 @pytest.mark.parametrize("mode", MODES)

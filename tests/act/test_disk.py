@@ -2,12 +2,12 @@
 be read, writes less than it was given, or when the process is killed.
 
 The faults are real ones: a small tmpfs, /dev/full put in the file's place, a file cut short, a limit on file sizes.
-Does not cover: the lanes and the victim queue (test_swap.py), which are the same for every tier.
+Does not cover: the lanes and the victim queue (test_swap.py), which are the same for every tier; the disk of an
+accelerator (tests/accelerator/test_disk.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import os
@@ -30,6 +30,7 @@ from delta_runtime.act import spill
 from delta_runtime.config import Config
 from delta_runtime.online.policies import get_policy
 from tests.support.bitwise import Snapshot, assert_same_bits
+from tests.support.disk_faults import MIB, cut_and_grown, descriptor, disk, replaced, shifted
 from tests.support.fixtures import one_thread  # noqa: F401
 from tests.support.swapping import (
     LAYER_BYTES,
@@ -44,8 +45,6 @@ from tests.support.swapping import (
 
 pytestmark = pytest.mark.timeout(120)
 
-MIB = 1 << 20
-
 
 @pytest.fixture(scope="module")
 def ordinary() -> tuple[Snapshot, int]:
@@ -56,30 +55,6 @@ def spiller(folder: Path, **arguments) -> delta.Runtime:
     """A runtime on the plain CPU device that swaps to a file of 64 MiB."""
     settings = {"device": "cpu", "policy": "swap", "spill_dir": str(folder), "disk_budget": "64MiB"}
     return delta.Runtime("100%", **settings | arguments)
-
-
-def disk(runtime: delta.Runtime) -> dict:
-    """What the extension says of the tier on disk."""
-    return next(tier for tier in runtime.session.tiers() if tier["tier"] == "disk")
-
-
-def descriptor(runtime: delta.Runtime) -> int:
-    """The extension's own."""
-    return disk(runtime)["descriptor"]
-
-
-@contextlib.contextmanager
-def replaced(fd: int, path: str, flags: int):
-    """Another file in the place of an open one."""
-    kept = os.dup(fd)
-    other = os.open(path, flags)
-    os.dup2(other, fd)
-    os.close(other)
-    try:
-        yield
-    finally:
-        os.dup2(kept, fd)
-        os.close(kept)
 
 
 # ------------------------------------------------------------------------- budget and bits
@@ -313,19 +288,6 @@ def test_what_cannot_be_read_is_recomputed(tmp_path, left_bytes):
     assert totals.failed_reads > 0 and totals.lost_pages == 0
     assert (totals.swap_ins > 0) == (left_bytes > 0)
     runtime.close()
-
-
-def cut_and_grown(fd: int) -> None:
-    size = os.fstat(fd).st_size
-    os.truncate(fd, 0)
-    os.truncate(fd, size)  # reads zeros from here on
-
-
-def shifted(fd: int) -> None:
-    """Something else has written a page of the file."""
-    with open(f"/proc/self/fd/{fd}", "r+b", buffering=0) as file:  # without O_DIRECT
-        for at in range(0, os.fstat(fd).st_size, MIB // 2):
-            os.pwrite(file.fileno(), bytes(range(256)) * 16, at)
 
 
 @pytest.mark.parametrize("damage", [cut_and_grown, shifted])

@@ -63,7 +63,7 @@ def managed(mode: str, *, seed: int = 0, budget_bytes: int | None = None) -> Ite
     Args:
         mode: "ordinary": no runtime at all. "drop_all": everything that can be dropped is dropped at once.
             "random": a seeded random choice is dropped at random op boundaries. "swap_all", "disk_all": everything is
-            swapped out at once, to host memory or to disk (not below an accelerator). "mix": random choices are swapped
+            swapped out at once, to host memory or to disk. "mix": random choices are swapped
             out, dropped and brought back. "budget": policy "recompute" under `budget_bytes`.
         seed: of modes "random" and "mix".
         budget_bytes: of mode "budget".
@@ -86,7 +86,9 @@ def managed(mode: str, *, seed: int = 0, budget_bytes: int | None = None) -> Ite
     else:
         stress = "swap_all" if mode == "disk_all" else mode
         policy = dataclasses.replace(get_policy(f"stress_{stress}"), seed=seed)
-        host_budget = "2GiB" if mode in ("swap_all", "mix") else None
+        host_budget: str | int | None = "2GiB" if mode in ("swap_all", "mix") else None
+        if mode == "disk_all" and device != "cpu":
+            host_budget = 1  # an accelerator has host memory below it without being asked
         disk_budget = "512MiB" if mode == "disk_all" else None
         runtime = delta.Runtime(
             policy=policy,

@@ -27,10 +27,6 @@ OPTIMIZERS = {
 }
 
 
-UNSUPPORTED = {"fake": {"mixtral", "unet", "gru"}}
-"""Models whose ordinary run fails, by type of device: the simulated one has no kernels for them."""
-
-
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """How a model is trained.

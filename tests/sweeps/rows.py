@@ -46,9 +46,6 @@ memory, in about one of twenty samples. Such a row is run all the same, and erro
 
 SAMPLES_SEED = 1234
 
-CRASHES = {"fake": frozenset({"sgn"})}
-"""Ops whose ordinary run ends the process, by type of device."""
-
 
 class Outcome(enum.Enum):
     """How a row ended, the worst first."""
@@ -205,8 +202,6 @@ def op_rows(dtype: torch.dtype) -> list[Row]:
     device = device_under_test()
     for op in op_db:
         if not op.supports_autograd or dtype not in op.supported_backward_dtypes(device.type):
-            continue
-        if op.name in CRASHES.get(device.type, ()):
             continue
         name = f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
 

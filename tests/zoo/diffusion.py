@@ -62,7 +62,7 @@ class UNet(nn.Module):
         )
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        frequencies = torch.exp(-torch.arange(self.embedding // 2) / 4.0)
+        frequencies = torch.exp(-torch.arange(self.embedding // 2, device=x.device) / 4.0)
         angles = time[:, None] * frequencies
         embedding = self.time(torch.cat([angles.sin(), angles.cos()], dim=1))
         x1 = self.down1(self.down0(self.first(x), embedding), embedding)

@@ -1177,9 +1177,84 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell_backward(
   return {aliases.to_device(all), aliases.to_device(grad * parts[1]), aliases.to_device(bias_grad)};
 }
 
+// Keeps for backward what a card's kernel does: both gates, the new content, the old one, and what
+// came of that.
+std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& input_gates,
+                                            const at::Tensor& hidden_gates,
+                                            const at::Tensor& hidden,
+                                            const std::optional<at::Tensor>& input_bias,
+                                            const std::optional<at::Tensor>& hidden_bias) {
+  current().synchronize();
+  Aliases aliases;
+  const auto with_bias = [&](const at::Tensor& gates, const std::optional<at::Tensor>& bias) {
+    at::Tensor sum = aliases.to_cpu(gates);
+    return (bias && bias->defined() ? sum + aliases.to_cpu(*bias) : sum).chunk(3, 1);
+  };
+  const auto given = with_bias(input_gates, input_bias);
+  const auto kept = with_bias(hidden_gates, hidden_bias);
+  const at::Tensor old = aliases.to_cpu(hidden);
+  const at::Tensor reset = (given[0] + kept[0]).sigmoid(), stay = (given[1] + kept[1]).sigmoid();
+  const at::Tensor made = (given[2] + reset * kept[2]).tanh();
+  const at::Tensor out = made + stay * (old - made);
+  return {aliases.to_device(out), aliases.to_device(at::cat({reset, stay, made, old, kept[2]}, 1))};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gru_cell_backward(
+    const at::Tensor& out_grad, const at::Tensor& workspace, bool has_bias) {
+  current().synchronize();
+  Aliases aliases;
+  const at::Tensor grad = aliases.to_cpu(out_grad);
+  const auto parts = aliases.to_cpu(workspace).chunk(5, 1);
+  const at::Tensor &reset = parts[0], &stay = parts[1], &made = parts[2];
+  const at::Tensor made_grad = grad * (1 - stay) * (1 - made * made);
+  const at::Tensor reset_grad = made_grad * parts[4] * reset * (1 - reset);
+  const at::Tensor stay_grad = grad * (parts[3] - made) * stay * (1 - stay);
+  const at::Tensor input = at::cat({reset_grad, stay_grad, made_grad}, 1);
+  const at::Tensor hidden = at::cat({reset_grad, stay_grad, made_grad * reset}, 1);
+  at::Tensor input_bias, hidden_bias;
+  if (has_bias) {
+    input_bias = input.sum(0);
+    hidden_bias = hidden.sum(0);
+  }
+  return {aliases.to_device(input), aliases.to_device(hidden), aliases.to_device(grad * stay),
+          aliases.to_device(input_bias), aliases.to_device(hidden_bias)};
+}
+
+// A card counts whole numbers too; the CPU does not.
+at::Tensor histc(const at::Tensor& x, int64_t bins, const at::Scalar& least,
+                 const at::Scalar& most) {
+  current().synchronize();
+  Aliases aliases;
+  const at::Tensor values = aliases.to_cpu(x);
+  const bool whole = at::isIntegralType(values.scalar_type(), /*includeBool=*/false);
+  const at::Tensor counts = at::histc(whole ? values.to(at::kDouble) : values, bins, least, most);
+  return aliases.to_device(whole ? counts.to(values.scalar_type()) : counts);
+}
+
+// Zeros that take no memory.
+class NoMemory final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t) override { return {nullptr, the_device()}; }
+  void copy_data(void*, const void*, std::size_t) const override {}
+};
+
+at::Tensor efficientzerotensor(c10::IntArrayRef sizes, std::optional<c10::ScalarType> dtype,
+                               std::optional<c10::Layout>, std::optional<c10::Device>,
+                               std::optional<bool>) {
+  static NoMemory no_memory;
+  return at::detail::empty_generic(
+      sizes, &no_memory,
+      c10::DispatchKeySet({c10::DispatchKey::PrivateUse1, c10::DispatchKey::ZeroTensor}),
+      c10::dtype_or_default(dtype), std::nullopt);
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_thnn_fused_lstm_cell", lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
+  m.impl("_thnn_fused_gru_cell_backward", gru_cell_backward);
+  m.impl("histc", histc);
+  m.impl("_efficientzerotensor", efficientzerotensor);
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("as_strided", as_strided);
