@@ -92,6 +92,7 @@ class BudgetRelief:
         budget_bytes: int,
         *,
         repeats: bool,
+        waits: bool = False,
     ) -> None:
         """Give the budget up where a whole step shows that it cannot be met, and find what to keep to; see the Note.
 
@@ -101,10 +102,13 @@ class BudgetRelief:
             steps: all that are known, the latest last.
             budget_bytes: the budget.
             repeats: whether graphs come again; else nothing is looked for that holds for one of them.
+            waits: whether less may soon be kept to, so that a peak above the budget shows nothing by itself.
         """
         passes = cost.peak_bytes > budget_bytes
         if not self._given_up:
-            self._given_up = self._is_hopeless(cost, known, budget_bytes, passes=passes)
+            self._given_up = self._is_hopeless(
+                cost, known, budget_bytes, passes=passes, waits=waits
+            )
         if not self._given_up:
             return
         limit_bytes = self.limit_bytes(budget_bytes, steps)
@@ -136,10 +140,16 @@ class BudgetRelief:
             known.runs = max(known.runs, CALIBRATION_STEPS)
 
     def _is_hopeless(
-        self, cost: StepCost, known: KnownStep | None, budget_bytes: int, *, passes: bool
+        self,
+        cost: StepCost,
+        known: KnownStep | None,
+        budget_bytes: int,
+        *,
+        passes: bool,
+        waits: bool,
     ) -> bool:
         """Whether this step shows that the budget cannot be met (rule 1)."""
-        self._passed = self._passed + 1 if passes else 0
+        self._passed = self._passed + 1 if passes and not waits else 0
         self._dear = self._dear + 1 if _is_dear(cost) else 0
         # A budget that is met is not given up because of one step that others slowed down.
         looks = passes or self._dear >= _DEAR_STEPS

@@ -105,6 +105,10 @@ class PlanCache:
         self._planner = planner
         self._beside = beside
         self._relief = BudgetRelief(drops=drops, plans=plans, planning=self._planning)
+        self.margin_bytes = 0
+        """What is kept below the budget, as long as that was not given up."""
+        self.waits_for_margin = False
+        """Whether more may be kept below it soon."""
         self._yields = yields
         self._begun: _Begun | None = None  # beside training
         self._known: OrderedDict[_Key, KnownStep] = OrderedDict()
@@ -204,7 +208,9 @@ class PlanCache:
         )
 
     def limit_bytes(self, budget_bytes: int) -> int:
-        """Return what the next step is to keep to: the budget, or a higher peak where it was given up."""
+        """Return what the next step is to keep to: the budget less the margin, or more where it was given up."""
+        if not self._relief.given_up:
+            return budget_bytes - self.margin_bytes
         return self._relief.limit_bytes(budget_bytes, self._known.values())
 
     def saw(self, cost: StepCost) -> None:
@@ -422,7 +428,14 @@ class PlanCache:
         cost = self._last
         if self._yields and cost is not None and cost.whole:
             steps = list(self._known.values())
-            self._relief.saw(cost, known, steps, budget_bytes, repeats=not self._never_again)
+            self._relief.saw(
+                cost,
+                known,
+                steps,
+                budget_bytes,
+                repeats=not self._never_again,
+                waits=self.waits_for_margin,
+            )
 
     def _forget_beginnings(self, graph: StepGraph) -> None:
         """Forget steps of a forward alone, once the whole that it begins is known."""

@@ -41,7 +41,7 @@ from delta_runtime.core.events import PROFILE_DTYPE, Place
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import RecordedOn, StepGraph
 from delta_runtime.core.units import BudgetSpec, BytesSpec, format_bytes
-from delta_runtime.device import resolve_budget, resolve_device
+from delta_runtime.device import resolve_budget, resolve_device, segments_expand
 from delta_runtime.extension import _C, shielded
 from delta_runtime.online.policies import Policy, Stress, get_policy
 from delta_runtime.report.step_figures import metrics, status
@@ -450,6 +450,7 @@ class Runtime:
         steps = self.steps
         graph = steps.graph
         direct = bool(self.tiers.spill and self.tiers.spill.direct)
+        on_cpu = self.device.type == "cpu"
         return StepReport(
             budget_bytes=self._kept_budget_bytes,
             policy=self.policy.name,
@@ -462,6 +463,9 @@ class Runtime:
             ordinary_peak_bytes=graph.peak_bytes if graph else 0,
             bounds=steps.bounds(),
             limit_bytes=steps.limit_bytes if steps.limit_bytes > self.budget_bytes else 0,
+            reserved_bytes=0 if on_cpu else self.session.allocator_bytes()[0],
+            margin_bytes=steps.plans.margin_bytes,
+            expandable=not on_cpu and segments_expand(),
             tiers=tuple(TierUse.of(each, direct=direct) for each in self.session.tiers()),
             process=_launched().text(),
             shortfall=steps.shortfall,

@@ -29,6 +29,7 @@ import torch
 from delta_runtime import raw_access
 from delta_runtime.act.plans import follow
 from delta_runtime.act.tiers import Tiers
+from delta_runtime.allocator_margin import AllocatorMargin
 from delta_runtime.budget_relief import DIFFERS_BYTES
 from delta_runtime.config import Config
 from delta_runtime.core.errors import BudgetInfeasible, RecomputeMismatch
@@ -107,6 +108,8 @@ class Steps:
         """Seconds of planning behind the last step, which the next one waited for."""
         self.plans = self._new_plans()
         """The graphs that are known, and their plans."""
+        self.margin = AllocatorMargin(budget_bytes)
+        """What plans leave to an accelerator's allocator."""
         self.aside = StandingAside()
         """Which steps are left alone."""
         self.idle = IdleSteps(budget_bytes)
@@ -319,6 +322,7 @@ class Steps:
         except Interrupted:
             self.stop_planning()
             self.plans = self._new_plans()  # what is left of it is half of a plan
+            self._keep_margin()
         except Exception:
             # A plan only makes steps faster; without it the filter decides online.
             logger.exception("delta_runtime: no plan could be made for this step")
@@ -367,6 +371,8 @@ class Steps:
         )
         self.plans.saw(cost)
         changed = self._judge_plan(last)
+        if not self._on_cpu and self._policy.evicts_to:
+            self._see_allocator(last)
         events = self.pump.take_logged() if self._logged else None
         graph = read_step_graph(self._session, events) if events is not None else None
         if graph is not None and len(graph.saved) > 0:
@@ -386,6 +392,24 @@ class Steps:
             self.aside.saw(cost, settled=self.plans.relieved)
         if marked and self._may_look_away:
             self._see_whether_idle(cost, last)
+
+    def _see_allocator(self, last: StepTotals) -> None:
+        """Learn what the allocator takes beside what lives, and keep room for it."""
+        reserved_bytes, retries = self._session.allocator_bytes()
+        followed = not self._logged and self._followed_plan(last)
+        known = self.plans.bounds
+        if self.margin.saw(
+            reserved_bytes=reserved_bytes,
+            retries=retries,
+            least_bytes=known.least_bytes if known is not None else 0,
+            plan=self.plans.plan if followed else None,
+        ):
+            torch.accelerator.empty_cache()
+        self._keep_margin()
+
+    def _keep_margin(self) -> None:
+        self.plans.margin_bytes = self.margin.bytes
+        self.plans.waits_for_margin = not self._on_cpu and self.margin.is_looked_for
 
     @property
     def _may_look_away(self) -> bool:

@@ -317,6 +317,15 @@ void bind_logs(SessionClass& c) {
            })
       .def("counters", [](const Session& s) { return s.state.counters; })
       .def("levels", &Session::levels)
+      .def(
+          "allocator_bytes",
+          [](const Session& s) {
+            const DeviceBytes now = device_bytes(s.device());
+            return py::make_tuple(now.reserved, now.retries);
+          },
+          "Of an accelerator: bytes that its allocator has taken from it, and how often it gave "
+          "its "
+          "cache back for want of more.")
       .def("packs", [](const Session& s) { return s.state.counters.packs; })
       .def("reset_counters", [](Session& s) { s.state.counters = Counters(); })
       .def("set_logging", [](Session& s, bool on) { s.log.set_logging(on); })

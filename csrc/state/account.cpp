@@ -11,7 +11,8 @@ namespace delta {
 
 DeviceBytes device_bytes(c10::Device device) {
   const auto stats = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
-  return {stats.allocated_bytes[0].current, stats.allocated_bytes[0].peak, stats.num_alloc_retries};
+  return {stats.allocated_bytes[0].current, stats.allocated_bytes[0].peak,
+          stats.reserved_bytes[0].current, stats.num_alloc_retries};
 }
 
 void await_device(c10::Device device) {

@@ -14,8 +14,9 @@ namespace delta {
 // What an accelerator's allocator counts.
 struct DeviceBytes {
   int64_t live = 0;
-  int64_t peak = 0;     // ever, or since somebody reset it
-  int64_t retries = 0;  // times that it gave back what it kept for later, to find room
+  int64_t peak = 0;      // ever, or since somebody reset it
+  int64_t reserved = 0;  // taken from the device
+  int64_t retries = 0;   // times that it gave back what it kept for later, to find room
 };
 DeviceBytes device_bytes(c10::Device device);
 void await_device(c10::Device device);  // so that the clock shows what an accelerator took

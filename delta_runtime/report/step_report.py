@@ -193,6 +193,7 @@ _LEVELS = (
     "read_error",
 )
 _COUNTED = tuple(name for name in _NAMES if name not in {*_LEVELS, "peak_bytes", "kept_bytes"})
+_MANY_FRAGMENTS = 0.05  # of the budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +267,9 @@ class StepReport:
         ordinary_peak_bytes: what its peak would have been with nothing evicted.
         bounds: lower bound and least budget of the steps that were recorded.
         limit_bytes: the peak that is kept to because the budget cannot be met; 0 where it is not given up.
+        reserved_bytes: what an accelerator's allocator has taken from the device, its cache included; 0 on the CPU.
+        margin_bytes: what of the budget is left to that allocator's fragments.
+        expandable: whether the allocator has been told to avoid them (`expandable_segments`).
         tiers: what became of each tier below the device, nearest first.
         process: which of several this is, beginning with its rank; empty where there is one only.
         shortfall: the worst request for room that could not be met; None where all were.
@@ -281,6 +285,9 @@ class StepReport:
     ordinary_peak_bytes: int = 0
     bounds: Bounds = field(default_factory=lambda: Bounds(0, "", 0))
     limit_bytes: int = 0
+    reserved_bytes: int = 0
+    margin_bytes: int = 0
+    expandable: bool = False
     tiers: tuple[TierUse, ...] = ()
     process: str = ""
     shortfall: Shortfall | None = None
@@ -319,7 +326,21 @@ class StepReport:
         return max(0, self.totals.peak_bytes - self.budget_bytes) if self.budget_bytes else 0
 
     def verdict(self) -> str:
-        """One sentence on all steps: what was saved, or why nothing was."""
+        """One sentence on all steps: what was saved, or why nothing was; and one on fragments where they are many."""
+        return self._what_was_done() + self._on_fragments()
+
+    def _on_fragments(self) -> str:
+        if self.margin_bytes < _MANY_FRAGMENTS * self.budget_bytes or not self.margin_bytes:
+            return ""
+        said = f" The allocator's fragments take {format_bytes(self.margin_bytes)} of the budget."
+        if self.device.startswith("cuda") and not self.expandable:
+            said += (
+                " With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment, before the program "
+                "starts, there are far fewer."
+            )
+        return said
+
+    def _what_was_done(self) -> str:
         totals = self.totals
         several = totals.steps > 1
         if totals.steps == 0:
@@ -487,6 +508,10 @@ class StepReport:
                 "budget", format_bytes(self.budget_bytes), format_bytes(self.budget_bytes)
             )
         size("peak (allocator)", "peak_bytes")
+        if self.reserved_bytes:
+            table.add_row("reserved (allocator)", format_bytes(self.reserved_bytes), "")
+        if self.margin_bytes:
+            table.add_row("left to fragments", format_bytes(self.margin_bytes), "")
         if self.ordinary_peak_bytes:
             table.add_row("peak with nothing evicted", format_bytes(self.ordinary_peak_bytes), "")
             table.add_row("activations", format_bytes(self.activation_bytes), "")

@@ -44,11 +44,13 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <list>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <thread>
 #include <tuple>
 #include <unordered_map>
@@ -302,9 +304,52 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 // -------------------------------------------------------------------------------------- allocator
 
-struct Block {
+// How memory is taken from the system and cut up. By default a segment is one block, and serves
+// requests of its own size alone. Otherwise as by CUDA's caching allocator, whose sizes are divided
+// by `scale` so that small models show what large ones do there.
+struct Segments {
+  size_t scale = 0;
+
+  bool cuts() const { return scale > 0; }
+  bool is_small(size_t bytes) const { return cuts() && bytes <= of(1 << 20); }
+  size_t bytes_for(size_t bytes) const {
+    if (!cuts()) return bytes;
+    if (is_small(bytes)) return of(2 << 20);
+    if (bytes < of(10 << 20)) return of(20 << 20);
+    return (bytes + of(2 << 20) - 1) / of(2 << 20) * of(2 << 20);
+  }
+  bool is_cut(size_t bytes, size_t rest) const {
+    return cuts() && (is_small(bytes) ? rest >= kRounding : rest > of(1 << 20));
+  }
+
+ private:
+  size_t of(size_t bytes) const { return bytes / scale; }
+};
+
+// A part of a segment, between two others of it.
+struct Piece {
+  char* data = nullptr;
   size_t bytes = 0;
-  c10::StreamId stream = 0;          // where it was allocated
+  c10::StreamId stream = 0;  // where it was allocated
+  bool small = false;        // its segment serves small requests
+  bool free = false;
+  int64_t turn = 0;  // when it became free
+  Piece* before = nullptr;
+  Piece* after = nullptr;
+};
+
+// What is free of a stream. With segments that are not cut the last one freed is the first one used
+// again; otherwise the smallest that does, and of those the first in memory.
+struct FirstFit {
+  bool operator()(const Piece* a, const Piece* b) const {
+    const auto key = [](const Piece* p) { return std::make_tuple(p->stream, p->small, p->bytes); };
+    if (key(a) != key(b)) return key(a) < key(b);
+    return a->turn != b->turn ? a->turn > b->turn : a->data < b->data;
+  }
+};
+
+struct Block {
+  Piece* piece = nullptr;
   std::vector<c10::StreamId> users;  // named by record_stream
   std::vector<std::shared_ptr<Recording>> pending;
 };
@@ -315,23 +360,19 @@ class Allocator final : public c10::DeviceAllocator {
  public:
   c10::DataPtr allocate(size_t n) override {
     if (n == 0) return {nullptr, nullptr, &Allocator::release, the_device()};
-    const size_t bytes = (n + kRounding - 1) / kRounding * kRounding;
+    size_t bytes = (n + kRounding - 1) / kRounding * kRounding;
     void* data = nullptr;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (refuses_in_ >= 0 && refuses_in_-- == 0) refuse(bytes);
       process_pending();
-      auto& cached = cache_[{current_id, bytes}];
-      if (!cached.empty()) {  // the last one freed is the first one used again
-        data = cached.back();
-        cached.pop_back();
-      } else {
-        data = from_system(bytes);
-      }
-      Block block;
-      block.bytes = bytes;
-      block.stream = current_id;
-      live_.emplace(data, std::move(block));
+      Piece* piece = from_cache(bytes);
+      if (piece == nullptr) piece = from_system(bytes);
+      cut(*piece, bytes);
+      piece->free = false;
+      data = piece->data;
+      bytes = piece->bytes;  // with a rest that is too small to be cut off
+      live_[data].piece = piece;
       stats_.allocated_bytes[0].increase(bytes);
       stats_.active_bytes[0].increase(bytes);
       stats_.requested_bytes[0].increase(n);
@@ -358,7 +399,7 @@ class Allocator final : public c10::DeviceAllocator {
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = live_.find(data.get());
-    if (found == live_.end() || found->second.stream == stream.id()) return;
+    if (found == live_.end() || found->second.piece->stream == stream.id()) return;
     auto& users = found->second.users;
     if (std::find(users.begin(), users.end(), stream.id()) == users.end()) {
       users.push_back(stream.id());
@@ -394,6 +435,12 @@ class Allocator final : public c10::DeviceAllocator {
     capacity_ = bytes;
   }
 
+  void set_segments(size_t scale) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    drop_cache();
+    segments_.scale = scale;
+  }
+
   void refuse_in(int64_t allocations) {
     std::lock_guard<std::mutex> lock(mutex_);
     refuses_in_ = allocations;
@@ -405,7 +452,7 @@ class Allocator final : public c10::DeviceAllocator {
     if (after == live_.begin()) return false;
     --after;
     return static_cast<const char*>(data) <
-           static_cast<const char*>(after->first) + after->second.bytes;
+           static_cast<const char*>(after->first) + after->second.piece->bytes;
   }
 
   std::atomic<bool> poison{true};
@@ -441,7 +488,23 @@ class Allocator final : public c10::DeviceAllocator {
     std::abort();  // for compilers that do not see that the line above throws
   }
 
-  void* from_system(size_t bytes) {
+  Piece* from_cache(size_t bytes) {
+    Piece least;
+    least.stream = current_id;
+    least.small = segments_.is_small(bytes);
+    least.bytes = bytes;
+    least.turn = std::numeric_limits<int64_t>::max();
+    const auto found = cache_.lower_bound(&least);
+    if (found == cache_.end()) return nullptr;
+    Piece* piece = *found;
+    if (piece->stream != least.stream || piece->small != least.small) return nullptr;
+    if (!segments_.cuts() && piece->bytes != bytes) return nullptr;
+    cache_.erase(found);
+    return piece;
+  }
+
+  Piece* from_system(size_t asked) {
+    const size_t bytes = segments_.bytes_for(asked);
     if (!fits(bytes)) {
       ++stats_.num_alloc_retries;
       drop_cache();
@@ -449,7 +512,40 @@ class Allocator final : public c10::DeviceAllocator {
     void* data = nullptr;
     if (!fits(bytes) || posix_memalign(&data, kAlignment, bytes) != 0) refuse(bytes);
     stats_.reserved_bytes[0].increase(bytes);
-    return data;
+    auto* piece = new Piece;
+    piece->data = static_cast<char*>(data);
+    piece->bytes = bytes;
+    piece->stream = current_id;
+    piece->small = segments_.is_small(asked);
+    return piece;
+  }
+
+  // Leaves what is too much to the cache, where it is worth it.
+  void cut(Piece& piece, size_t bytes) {
+    if (!segments_.is_cut(bytes, piece.bytes - bytes)) return;
+    auto* rest = new Piece(piece);
+    rest->data += bytes;
+    rest->bytes -= bytes;
+    rest->before = &piece;
+    if (rest->after != nullptr) rest->after->before = rest;
+    piece.after = rest;
+    piece.bytes = bytes;
+    put_into_cache(*rest);
+  }
+
+  void put_into_cache(Piece& piece) {
+    piece.free = true;
+    piece.turn = segments_.cuts() ? 0 : ++turn_;
+    cache_.insert(&piece);
+  }
+
+  // Makes one of a piece and the one behind it.
+  static void join(Piece& piece) {
+    Piece* gone = piece.after;
+    piece.bytes += gone->bytes;
+    piece.after = gone->after;
+    if (piece.after != nullptr) piece.after->before = &piece;
+    delete gone;
   }
 
   // Memory goes back to the system only when no stream has anything left to do, as with cudaFree.
@@ -457,13 +553,17 @@ class Allocator final : public c10::DeviceAllocator {
     synchronize_device();
     process_pending();
     synchronize_device();  // for the poison of what was pending
-    for (auto& [key, blocks] : cache_) {
-      for (void* data : blocks) {
-        stats_.reserved_bytes[0].decrease(key.second);
-        std::free(data);
+    for (auto entry = cache_.begin(); entry != cache_.end();) {
+      Piece* piece = *entry;
+      if (piece->before != nullptr || piece->after != nullptr) {
+        ++entry;  // a part of its segment is in use
+        continue;
       }
+      entry = cache_.erase(entry);
+      stats_.reserved_bytes[0].decrease(piece->bytes);
+      std::free(piece->data);
+      delete piece;
     }
-    cache_.clear();
   }
 
   void free(void* data) {
@@ -474,14 +574,14 @@ class Allocator final : public c10::DeviceAllocator {
       TORCH_INTERNAL_ASSERT(found != live_.end(), "fake: freed what was not allocated");
       Block block = std::move(found->second);
       live_.erase(found);
-      bytes = static_cast<int64_t>(block.bytes);
-      stats_.allocated_bytes[0].decrease(block.bytes);
+      bytes = static_cast<int64_t>(block.piece->bytes);
+      stats_.allocated_bytes[0].decrease(block.piece->bytes);
       stats_.allocation[0].decrease(1);
       if (block.users.empty()) {
-        retire(data, block);
+        retire(*block.piece);
       } else {
         for (c10::StreamId id : block.users) block.pending.push_back(record_on(stream_of(id)));
-        pending_.emplace_back(data, std::move(block));
+        pending_.push_back(std::move(block));
       }
     }
     report(data, -bytes);
@@ -489,21 +589,32 @@ class Allocator final : public c10::DeviceAllocator {
 
   // The poison is in the queue of the stream before another task of the same stream can get the
   // block.
-  void retire(void* data, const Block& block) {
-    stats_.active_bytes[0].decrease(block.bytes);
+  void retire(Piece& piece) {
+    stats_.active_bytes[0].decrease(piece.bytes);
     stats_.active[0].decrease(1);
     if (poison) {
-      const size_t bytes = block.bytes;
-      stream_of(block.stream).enqueue([data, bytes] { std::memset(data, 0xFF, bytes); });
+      char* data = piece.data;
+      const size_t bytes = piece.bytes;
+      stream_of(piece.stream).enqueue([data, bytes] { std::memset(data, 0xFF, bytes); });
     }
-    cache_[{block.stream, block.bytes}].push_back(data);
+    Piece* whole = &piece;
+    if (whole->after != nullptr && whole->after->free) {
+      cache_.erase(whole->after);
+      join(*whole);
+    }
+    if (whole->before != nullptr && whole->before->free) {
+      whole = whole->before;
+      cache_.erase(whole);
+      join(*whole);
+    }
+    put_into_cache(*whole);
   }
 
   void process_pending() {
     for (auto entry = pending_.begin(); entry != pending_.end();) {
-      const auto& waits = entry->second.pending;
+      const auto& waits = entry->pending;
       if (std::all_of(waits.begin(), waits.end(), [](auto& wait) { return wait->reached(); })) {
-        retire(entry->first, entry->second);
+        retire(*entry->piece);
         entry = pending_.erase(entry);
       } else {
         ++entry;
@@ -516,8 +627,10 @@ class Allocator final : public c10::DeviceAllocator {
   size_t capacity_ = 0;
   int64_t refuses_in_ = -1;  // allocations that go well before one does not; negative: all go well
   std::map<void*, Block> live_;
-  std::map<std::pair<c10::StreamId, size_t>, std::vector<void*>> cache_;
-  std::list<std::pair<void*, Block>> pending_;  // freed, but a recorded stream is not done
+  Segments segments_;
+  std::set<Piece*, FirstFit> cache_;
+  int64_t turn_ = 0;
+  std::list<Block> pending_;  // freed, but a recorded stream is not done
 };
 
 Allocator& allocator() {
@@ -1336,6 +1449,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     }
   });
   m.def("set_lateness", [](double seconds, int64_t id) { stream_of(id).lateness_s = seconds; });
+  m.def("set_segments", [](size_t scale) { allocator().set_segments(scale); });
   m.def("set_lost", [](bool lost) { device_lost = lost; });
   m.def("delay", [](int64_t id, double seconds) {
     stream_of(id).enqueue([seconds] { sleep_for(seconds); });
