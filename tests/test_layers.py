@@ -43,6 +43,7 @@ LAYERS = {
     "planners": _layer("core", "numpy scipy", lazy="ortools"),
     "planning_time": _layer("core"),
     "standing_aside": _layer("affordable_peak known_step"),
+    "allocator_margin": _layer(""),
     "idle_steps": _layer("affordable_peak known_step"),
     "affordable_peak": _layer("core planners planning_time", "numpy"),
     "plan_trials": _layer("core"),
@@ -65,7 +66,7 @@ LAYERS = {
     "entered": _layer("core extension raw_access torch_hooks _C", "torch"),
     "steps": _layer(
         "core config act budget_relief device extension known_step online plan_cache planning_time plans_beside pump "
-        "raw_access record report idle_steps standing_aside _C",
+        "raw_access record report allocator_margin idle_steps standing_aside _C",
         "numpy torch",
     ),
 }

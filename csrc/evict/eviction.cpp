@@ -158,6 +158,12 @@ class Eviction::Carrying final : public Carrier {
   bool look() override { return eviction_.on_device_.take_hashes(guard_); }
 
   bool wait() override {
+    if (eviction_.tiers_.wants_to_grow()) {  // rather than wait for what is on its way back
+      guard_.unlock();
+      eviction_.tiers_.grow();
+      guard_.lock();
+      return true;
+    }
     for (const auto& tier : eviction_.tiers_.all()) {
       if (coming_.empty() && !tier.flying_in.empty()) {
         coming_.push_back(tier.flying_in.front());
@@ -222,14 +228,16 @@ int64_t Eviction::evict(int64_t bytes, bool inside_allocation, bool tells) {
 // Lets go of the lock meanwhile.
 void Eviction::wait_for(Transfer& transfer, Guard& guard) {
   guard.unlock();
-  const auto begin = std::chrono::steady_clock::now();
+  double begin_s = seconds_of(std::chrono::steady_clock::now());
   if (transfer.out) {
     transfer.lane->wait(transfer);
   } else {
     transfer.lane->finish(transfer);
   }
-  const double waited_s =
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  if (!options_.device.is_cpu() && transfer.ended()) {
+    begin_s = std::max(begin_s, transfer.begin_s);  // before that the device had other things to do
+  }
+  const double waited_s = std::max(0.0, seconds_of(std::chrono::steady_clock::now()) - begin_s);
   guard.lock();
   if (transfer.out && !transfer.ended()) {  // on a stream: what is freed now is used again after it
     thread_trash().take(std::move(transfer.device));
@@ -237,10 +245,8 @@ void Eviction::wait_for(Transfer& transfer, Guard& guard) {
     guard.unlock();
     guard.lock();
   }
-  if (!transfer.out) {
-    counters_.in_stall_s += waited_s;
-  } else if (transfer.lane->host_waits()) {
-    counters_.out_stall_s += waited_s;
+  if (!transfer.out || transfer.lane->host_waits()) {
+    tiers_.note_host_wait(transfer.out, waited_s);
   }
 }
 

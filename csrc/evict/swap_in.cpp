@@ -87,17 +87,18 @@ void SwapIn::raise_lost(const Page& page) const {
         "kernel of your own: tell it with delta_runtime.mark_written), or the host's memory is "
         "bad.");
   }
-  const int error = counters_.read_error != 0 ? counters_.read_error : counters_.write_error;
+  const int error = page.went.error;
+  const bool device_failed = error == kDeviceFailed;
   const std::string why = error == kOtherBytes
                               ? "the bytes in the spill file are not those that were written"
-                              : std::strerror(error);
+                              : (device_failed ? "the device failed" : std::strerror(error));
   throw SwapFailedError(which + " was swapped out and cannot be read any more (" + why +
                         "), and it cannot be recomputed either. Gradients of this backward are "
                         "incomplete; weights and optimizer state are as they were. " +
-                        (tiers_.all()[page.tier].kind == Tier::Disk
-                             ? "Run the step again without disk_budget and spill_dir, or with "
-                               "another spill_dir."
-                             : "The device failed: start the program again."));
+                        (device_failed
+                             ? "Start the program again."
+                             : "Run the step again without disk_budget and spill_dir, or with "
+                               "another spill_dir."));
 }
 
 // What bring_back waits for, and since when. The clock is read only where there is something to
@@ -110,9 +111,15 @@ struct SwapIn::Wait {
   bool somebody_begins = false;  // its copy back
 };
 
+// What the device still had to do before a copy was not a wait for the lane.
+double SwapIn::begin_of(const Transfer& transfer) const {
+  return options_.device.is_cpu() ? 0 : transfer.begin_s;
+}
+
 // Under the lock.
 c10::Storage SwapIn::take_if_there(Page& page, Wait& wait) {
   if (page.below.incoming && (page.below.incoming->ended() || page.below.incoming->ordered())) {
+    wait.begin_s = std::max(wait.begin_s, begin_of(*page.below.incoming));
     tiers_.finish_in(page);
     if (!wait.told && page.residency() == Residency::Resident) {
       ++counters_.prefetch_hits;
@@ -130,7 +137,7 @@ c10::Storage SwapIn::take_if_there(Page& page, Wait& wait) {
     if (page.below.prefetched && !wait.told) {
       ++counters_.prefetch_hits;
     } else if (wait.told && tiers_.all()[page.tier].in->host_waits()) {
-      counters_.in_stall_s += now_s() - wait.begin_s;
+      tiers_.note_host_wait(/*out=*/false, now_s() - wait.begin_s);
     }
     page.below.prefetched = false;
     wait.is_over = true;

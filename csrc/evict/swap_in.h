@@ -25,6 +25,7 @@ class SwapIn : public Part {
 
   c10::Storage memory_for(int64_t bytes, bool prefetch);
   c10::Storage take_if_there(Page& page, Wait& wait);
+  double begin_of(const Transfer& transfer) const;
   void raise_lost(const Page& page) const;
 
   DeviceEvidence& on_device_;

@@ -42,13 +42,15 @@ void SwapTiers::open() {
 void SwapTiers::open_below_accelerator() {
   const bool spills = options_.spill_file >= 0;
   const int64_t staging_bytes = spills ? 2 * Bounce::kBytes : 0;
-  SwapTier host;
-  host.store = std::make_shared<HostMemory>(
-      std::max<int64_t>(0, options_.host_bytes - staging_bytes), options_.pinning);
-  host.store->grow();
-  host.out = std::make_unique<StreamLane>(options_.device, spans_);
-  host.in = std::make_unique<StreamLane>(options_.device, spans_);
-  tiers_.push_back(std::move(host));
+  if (options_.host_bytes > staging_bytes) {
+    SwapTier host;
+    host.store =
+        std::make_shared<HostMemory>(options_.host_bytes - staging_bytes, options_.pinning);
+    host.store->grow();
+    host.out = std::make_unique<StreamLane>(options_.device, spans_);
+    host.in = std::make_unique<StreamLane>(options_.device, spans_);
+    tiers_.push_back(std::move(host));
+  }
   if (spills) {
     const auto staging = std::make_shared<HostMemory>(staging_bytes, options_.pinning);
     staging->grow();
@@ -112,6 +114,10 @@ void SwapTiers::begin_step() {
   to_write_.clear();  // what a graph that is kept still waits for is copied when it has to go
   if (!options_.device.is_cpu()) {
     spans_.begin_step(now_.step);
+    host_waits_.push_back({now_.step});
+    if (host_waits_.size() > kMostUntold) {
+      host_waits_.pop_front();
+    }
   }
 }
 
@@ -121,10 +127,16 @@ void SwapTiers::end_step() {
     return;
   }
   spans_.end_step();
-  for (const StepSeconds& each : spans_.take_known()) {
+  for (StepSeconds& each : spans_.take_known()) {
     counters_.rebuild_s += each.rerun_s;
     counters_.out_stall_s += each.out_wait_s;
     counters_.in_stall_s += each.in_wait_s;
+    for (const HostWaits& waits : host_waits_) {
+      if (waits.step == each.step) {  // counted when they were over
+        each.out_wait_s += waits.out_s;
+        each.in_wait_s += waits.in_s;
+      }
+    }
     device_seconds_.push_back(each);
   }
   if (device_seconds_.size() > kMostUntold) {  // nobody asks
@@ -136,7 +148,15 @@ std::vector<StepSeconds> SwapTiers::take_device_seconds() {
   return std::exchange(device_seconds_, {});
 }
 
+void SwapTiers::note_host_wait(bool out, double seconds) {
+  (out ? counters_.out_stall_s : counters_.in_stall_s) += seconds;
+  if (!host_waits_.empty()) {
+    (out ? host_waits_.back().out_s : host_waits_.back().in_s) += seconds;
+  }
+}
+
 void SwapTiers::grow() {
+  wants_to_grow_ = false;
   for (auto& tier : tiers_) {
     tier.store->grow();
   }
@@ -215,8 +235,8 @@ void SwapTiers::forget_copy(Page& page) {
 }
 
 // A block in the nearest tier that has room; that tier is at `place`. None, too, where a tier has
-// room as soon as it has grown.
-std::shared_ptr<Block> SwapTiers::room_for(int64_t bytes, size_t& place) {
+// room as soon as it has grown (`grows`).
+std::shared_ptr<Block> SwapTiers::room_for(int64_t bytes, size_t& place, bool& grows) {
   for (place = 0; place < tiers_.size(); ++place) {
     Store& store = *tiers_[place].store;
     std::shared_ptr<Block> block = store.allocate(bytes);
@@ -226,6 +246,10 @@ std::shared_ptr<Block> SwapTiers::room_for(int64_t bytes, size_t& place) {
     if (!store.is_open()) {
       continue;
     }
+    if (store.grows_to(bytes)) {
+      grows = true;
+      return nullptr;
+    }
     for (Page* other : pages_.candidates()) {  // what came back can do without its copy
       if (other->below.copy && other->tier == place && other->below.copy->transfer->ended() &&
           other->frees > 0) {
@@ -233,7 +257,7 @@ std::shared_ptr<Block> SwapTiers::room_for(int64_t bytes, size_t& place) {
       }
     }
     block = store.allocate(bytes);
-    if (block || store.grows()) {
+    if (block) {
       return block;
     }
   }
@@ -248,7 +272,12 @@ bool SwapTiers::write_back(Page& page) {
     return page.below.copy != nullptr;
   }
   size_t place = 0;
-  std::shared_ptr<Block> block = room_for(page.bytes, place);
+  bool grows = false;
+  std::shared_ptr<Block> block = room_for(page.bytes, place, grows);
+  if (grows) {
+    wants_to_grow_ = true;
+    return false;
+  }
   if (!block) {
     page.below.refused_at = returns();
     ++counters_.swap_refusals;
@@ -320,7 +349,7 @@ bool SwapTiers::reap() {
         counters_.write_error = counters_.write_error != 0 ? counters_.write_error : t.error;
         Page* page = pages_.managed(t.page);
         if (page != nullptr && page->below.copy && page->below.copy->transfer.get() == &t) {
-          fail_out(*page);
+          fail_out(*page, t.error);
         }
       }
       end_transfer(t);
@@ -429,11 +458,12 @@ void SwapTiers::finish_in(Page& page) {
 
 // The copy below never was whole. On an accelerator its page may have gone by then: what comes
 // later on the stream of its memory had only been told to wait for it.
-void SwapTiers::fail_out(Page& page) {
+void SwapTiers::fail_out(Page& page, int error) {
   page.below.copy.reset();
   if (page.residency() == Residency::Swapped) {
     swapped_.remove(page);
     levels_.swapped_now_bytes -= page.bytes;
+    page.went.error = error;
     do_without_copy(page, /*differs=*/false);
   }
 }
@@ -443,6 +473,7 @@ void SwapTiers::fail_in(Page& page, bool differs) {
   if (!differs) {
     ++counters_.failed_reads;
     const int error = page.below.incoming->error;
+    page.went.error = error;
     counters_.read_error = counters_.read_error != 0 ? counters_.read_error : error;
   }
   page.below.incoming.reset();

@@ -18,6 +18,7 @@
 //     page is still there. One that cannot be read is replaced by running the recipe.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -59,6 +60,7 @@ class SwapTiers : public Part, private Writer {
   StreamSpans& spans() { return spans_; }
   std::vector<StepSeconds> take_device_seconds();  // of those that were counted, once
   void grow();                                     // takes more of the host's memory, by and by
+  void note_host_wait(bool out, double seconds);   // somebody stood still for a lane
   void stop();  // ends the lanes' threads; what comes later is copied at once
 
   // Out.
@@ -66,7 +68,8 @@ class SwapTiers : public Part, private Writer {
   void write_back_queued();     // what the plan says; without one, while the lane is idle
   bool write_back(Page& page);  // false: it cannot be
   bool is_refused(const Page& page) const;  // no tier had room, and nothing has come free since
-  bool free_clean(Page& page);              // true: its device copy is gone
+  bool wants_to_grow() const { return wants_to_grow_; }  // there will be room behind `grow`
+  bool free_clean(Page& page);                           // true: its device copy is gone
   void forget_copy(Page& page);
 
   // In.
@@ -92,10 +95,10 @@ class SwapTiers : public Part, private Writer {
   void open_below_cpu();
   void open_below_accelerator();
   int64_t returns() const;  // blocks that have come back to any tier
-  std::shared_ptr<Block> room_for(int64_t bytes, size_t& place);
+  std::shared_ptr<Block> room_for(int64_t bytes, size_t& place, bool& grows);
   bool can_write_back(const Page& page) const;
   bool copy_is_good(const Page& page) const;
-  void fail_out(Page& page);
+  void fail_out(Page& page, int error);
   void fail_in(Page& page, bool differs);
   void do_without_copy(Page& page, bool differs);
   Row* find(int64_t id) override;
@@ -110,6 +113,13 @@ class SwapTiers : public Part, private Writer {
   std::vector<SwapTier> tiers_;  // nearest first
   WriteBacks to_write_;
   Returns swapped_;
+  std::atomic<bool> wants_to_grow_{false};
+  struct HostWaits {
+    int64_t step = 0;
+    double out_s = 0;
+    double in_s = 0;
+  };
+  std::deque<HostWaits> host_waits_;  // of steps whose seconds on the device are not known yet
 };
 
 }  // namespace delta

@@ -231,6 +231,7 @@ struct Went {
   uint64_t round = 0;  // of evictions, and the page's epoch then
   uint64_t epoch = 0;
   bool differs = false;  // the copy came back different, and there was no recipe
+  int error = 0;         // or it could not be made or read: an errno
 };
 
 // The copy in a tier below, and its way back.

@@ -69,7 +69,7 @@ std::shared_ptr<Block> HostMemory::allocate(int64_t bytes) {
   const int64_t offset = retired_ || failed_ ? -1 : places_.take(bytes);
   if (offset < 0) {
     ++usage_.refusals;
-    asked_bytes_ = std::max(asked_bytes_, bytes);
+    asked_bytes_ += can_grow_to(bytes) ? places_.rounded(bytes) : 0;
     return nullptr;
   }
   usage_.used_bytes += bytes;
@@ -119,9 +119,15 @@ void HostMemory::grow() {
   returns_.fetch_add(1);
 }
 
-bool HostMemory::grows() const {
+bool HostMemory::grows_to(int64_t bytes) const {
   std::lock_guard<std::mutex> guard(mutex_);
-  return !retired_ && !failed_ && open_bytes_ < reserved_.bytes;
+  return can_grow_to(bytes);
+}
+
+// Under the mutex.
+bool HostMemory::can_grow_to(int64_t bytes) const {
+  return !retired_ && !failed_ && open_bytes_ < reserved_.bytes &&
+         places_.rounded(bytes) <= reserved_.bytes - places_.highest_end();
 }
 
 void HostMemory::unpin(const std::vector<std::pair<void*, int64_t>>& pinned) const {

@@ -38,7 +38,7 @@ class HostMemory : public Store, public std::enable_shared_from_this<HostMemory>
   bool is_open() const override;
   void retire() override;
   void grow() override;
-  bool grows() const override;
+  bool grows_to(int64_t bytes) const override;
 
  private:
   friend class HostBlock;
@@ -50,6 +50,7 @@ class HostMemory : public Store, public std::enable_shared_from_this<HostMemory>
 
   void give_back(int64_t offset, int64_t bytes);
   void return_if_empty();  // under the mutex
+  bool can_grow_to(int64_t bytes) const;
   void unpin(const std::vector<std::pair<void*, int64_t>>& pinned) const;
 
   static constexpr int64_t kStepBytes = 64 << 20;
@@ -60,7 +61,7 @@ class HostMemory : public Store, public std::enable_shared_from_this<HostMemory>
   BestFit places_;
   bool failed_ = false;
   int64_t open_bytes_ = 0;   // of the reservation, that blocks may lie in
-  int64_t asked_bytes_ = 0;  // by the largest request that there was no room for
+  int64_t asked_bytes_ = 0;  // by requests that there was no room for, since it grew
   std::vector<std::pair<void*, int64_t>> pinned_;
   StoreUsage usage_;
   bool retired_ = false;

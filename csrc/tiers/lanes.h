@@ -20,6 +20,7 @@
 
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -32,6 +33,9 @@
 namespace delta {
 
 class Lane;
+
+// The errno of a copy that the device failed to make; all others are the disk's.
+constexpr int kDeviceFailed = ENODEV;
 
 struct Transfer : c10::intrusive_ptr_target {
   enum class State : uint8_t { Queued, Running, Done, Cancelled, Failed };

@@ -3,12 +3,30 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <cerrno>
+#include <chrono>
+#include <thread>
 
 #include "tiers/stream_copy.h"
 #include "util/sabotage.h"
 
 namespace delta {
+namespace {
+
+constexpr int kQuickLooks = 64;
+constexpr std::chrono::microseconds kBetweenLooks{50};
+
+// As a host does that has other things to do: drivers burn a core while they wait for an event.
+void await(const c10::Event& event) {
+  for (int looks = 0; !event.query(); ++looks) {
+    if (looks < kQuickLooks) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(kBetweenLooks);
+    }
+  }
+}
+
+}  // namespace
 
 StagedLane::StagedLane(c10::Device device, std::shared_ptr<Block> staging)
     : ThreadLane(nullptr, /*only_link=*/false),
@@ -36,11 +54,27 @@ void StagedLane::submit(const TransferPtr& transfer) {
     note_what_comes_before(*transfer);
   } catch (const std::exception&) {
     transfer->lane = this;
-    transfer->error = EIO;
+    transfer->error = kDeviceFailed;
     transfer->state.store(Transfer::State::Failed, std::memory_order_release);
     return;
   }
   ThreadLane::submit(transfer);
+}
+
+void StagedLane::await_turn(Transfer& transfer) {
+  if (process_ != getpid() || sabotage() == Sabotage::NoOrderSide) {
+    return;
+  }
+  try {
+    const c10::OptionalDeviceGuard device(device_);
+    for (auto& event : transfer.ready) {
+      if (event) {
+        await(*event);
+      }
+    }
+  } catch (const std::exception&) {
+    transfer.error = kDeviceFailed;
+  }
 }
 
 int StagedLane::move_chunk(Transfer& transfer, int64_t at, int64_t bytes, Bounce& bounce) {
@@ -51,27 +85,22 @@ int StagedLane::move_chunk(Transfer& transfer, int64_t at, int64_t bytes, Bounce
       return error;
     }
   }
-  queue_copy(stream_, transfer.device, at, bytes, here, transfer.out);
+  queue_copy(stream_, static_cast<char*>(transfer.memory) + at, here, bytes, transfer.out);
   c10::Event copied(device_.type());
   copied.record(stream_);
-  copied.synchronize();
+  await(copied);
   return transfer.out ? transfer.block->write(at, here, bytes, bounce) : 0;
 }
 
 int StagedLane::move(Transfer& transfer, Bounce& bounce) {
-  if (process_ != getpid()) {
-    return EIO;
+  if (process_ != getpid() || transfer.error == kDeviceFailed) {
+    return kDeviceFailed;
   }
   if (bounce.data() == nullptr) {
     return ENOMEM;
   }
   try {
     const c10::OptionalDeviceGuard device(device_);
-    for (auto& event : transfer.ready) {
-      if (event && sabotage() != Sabotage::NoOrderSide) {
-        event->block(stream_);
-      }
-    }
     return transfer.block->each_chunk(
         [&](int64_t at, int64_t bytes) { return move_chunk(transfer, at, bytes, bounce); });
   } catch (const std::exception&) {
@@ -80,7 +109,7 @@ int StagedLane::move(Transfer& transfer, Bounce& bounce) {
     } catch (const std::exception&) {
       // Then nothing runs on it any more.
     }
-    return EIO;
+    return kDeviceFailed;
   }
 }
 

@@ -4,6 +4,7 @@
 // Note: order
 //  1. A copy comes after what the page's stream, and the current one, had queued when it was
 //     submitted: out, because that makes the bytes; in, because that may still use the memory.
+//     The lane's seconds begin behind that.
 //  2. It has ended when the device is done with its last chunk. Until then whoever waits stands
 //     still, as on the CPU; behind it no stream has anything to wait for.
 //  3. A device that fails leaves no copy that anybody trusts. The stream is waited for first, if it
@@ -29,6 +30,7 @@ class StagedLane : public ThreadLane {
   int write(Transfer& transfer, Bounce& bounce) override { return move(transfer, bounce); }
   int read(Transfer& transfer, Bounce& bounce) override { return move(transfer, bounce); }
   Bounce& bounce() override { return bounce_; }
+  void await_turn(Transfer& transfer) override;
   int move(Transfer& transfer, Bounce& bounce);
   int move_chunk(Transfer& transfer, int64_t at, int64_t bytes, Bounce& bounce);
   void note_what_comes_before(Transfer& transfer) const;

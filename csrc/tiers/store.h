@@ -95,7 +95,8 @@ class Store {
   virtual int descriptor() const { return -1; }  // of a file
   // Takes more from the system, where it does so by and by. Under no lock: it may take the GIL.
   virtual void grow() {}
-  virtual bool grows() const { return false; }         // there is more for it to take
+  // Whether it will have room for so many bytes once it has grown.
+  virtual bool grows_to(int64_t /*bytes*/) const { return false; }
   int64_t returns() const { return returns_.load(); }  // blocks that have come back so far
 
  protected:

@@ -4,8 +4,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <unistd.h>
 
-#include <cerrno>
-
 #include "tiers/stream_copy.h"
 #include "util/sabotage.h"
 
@@ -38,7 +36,7 @@ void StreamLane::copy(Transfer& transfer) {
   transfer.began.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
   transfer.after.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
   transfer.began->record(stream_);
-  queue_copy(stream_, transfer.device, 0, transfer.bytes, transfer.block->memory(), transfer.out);
+  queue_copy(stream_, transfer.memory, transfer.block->memory(), transfer.bytes, transfer.out);
   transfer.after->record(stream_);
 }
 
@@ -48,7 +46,7 @@ void StreamLane::submit(const TransferPtr& transfer) {
   try {
     copy(*transfer);
   } catch (const std::exception&) {
-    transfer->error = EIO;
+    transfer->error = kDeviceFailed;
     transfer->state.store(Transfer::State::Failed, std::memory_order_release);
     return;
   }
@@ -85,7 +83,7 @@ void StreamLane::fail_all() noexcept {
     }
   }
   for (auto& transfer : queue_) {
-    transfer->error = EIO;
+    transfer->error = kDeviceFailed;
     queued_bytes_.fetch_sub(transfer->bytes, std::memory_order_relaxed);
     transfer->follows.reset();
     transfer->state.store(Transfer::State::Failed, std::memory_order_release);

@@ -56,6 +56,7 @@ void ThreadLane::copy(Transfer& transfer, Bounce& bounce) {
 
 void ThreadLane::copy_now(Transfer& transfer) {
   Bounce bounce;
+  await_turn(transfer);
   copy(transfer, bounce);
   end(transfer);
 }
@@ -176,6 +177,7 @@ void ThreadLane::work() {
 }
 
 void ThreadLane::run(Transfer& transfer) {
+  await_turn(transfer);
   auto begin = Clock::now();
   auto end_at = begin;
   if (throttle_) {

@@ -51,7 +51,8 @@ class ThreadLane : public Lane {
   // All of it, by the thread that calls. 0 or an errno.
   virtual int write(Transfer& transfer, Bounce& bounce);
   virtual int read(Transfer& transfer, Bounce& bounce);
-  virtual Bounce& bounce() { return bounce_; }  // the worker's
+  virtual Bounce& bounce() { return bounce_; }        // the worker's
+  virtual void await_turn(Transfer& /*transfer*/) {}  // before the copy begins
 
  private:
   void leave_behind_in_fork();

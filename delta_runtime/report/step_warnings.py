@@ -22,7 +22,7 @@ class StepWarnings:
 
     def __init__(self, budget_bytes: int, spill_directory: str | None) -> None:
         self._budget_bytes = budget_bytes
-        self._place = f"the spill file in {spill_directory}" if spill_directory else "the host"
+        self._spill_directory = spill_directory
         self._told: set[str] = set()
         self._steps_over = 0
 
@@ -75,8 +75,9 @@ class StepWarnings:
         """
         if totals.failed_writes and self._first("writing"):
             warn(
-                f"delta_runtime: copying to {self._place} failed: {_why(totals.write_error)}. What was "
-                "not copied stayed or was recomputed; no more is swapped there.",
+                f"delta_runtime: copying to {self._place(totals.write_error)} failed: "
+                f"{_why(totals.write_error)}. What was not copied stayed or was recomputed; no more is "
+                "swapped there.",
             )
         if totals.failed_reads and self._first("reading"):
             what = (
@@ -85,11 +86,20 @@ class StepWarnings:
                 else "What could not be read was recomputed."
             )
             warn(
-                f"delta_runtime: copying from {self._place} failed: {_why(totals.read_error)}. {what}",
+                f"delta_runtime: copying from {self._place(totals.read_error)} failed: "
+                f"{_why(totals.read_error)}. {what}",
             )
+
+    def _place(self, error: int) -> str:
+        """Return where a copy failed with that error: only a disk, or the device itself, may fail."""
+        if error == errno.ENODEV or not self._spill_directory:
+            return "a tier below"
+        return f"the spill file in {self._spill_directory}"
 
 
 def _why(error: int) -> str:
+    if error == errno.ENODEV:  # kDeviceFailed in csrc/tiers/lanes.h
+        return "the device failed"
     if error == errno.EBADMSG:  # kOtherBytes in csrc/tiers/spill_file.h
         return "the bytes there are not those that were written"
     return os.strerror(error)

@@ -6,9 +6,11 @@ its space and its speed (tests/act/test_disk.py), and the lanes to host memory (
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -120,22 +122,53 @@ def test_the_disk_is_not_asked_while_the_host_can_grow(device, controls, tmp_pat
         monkeypatch.setattr("delta_runtime.runtime.pinning", lambda device: pins)
     runtime = spiller(device, tmp_path, host_budget="130MiB")
     x = torch.linspace(0, 1, 3 << 20).to(device).requires_grad_()  # 12 MiB
-    y = x
-    with runtime.step():
+
+    def sines(x: torch.Tensor) -> torch.Tensor:
         for _ in range(14):
-            y = y.sin()
-            runtime.session.make_room(1 << 40)
+            x = x.sin()
+        return x.sum()
+
+    with runtime.step():
+        loss = sines(x)
+        freed_bytes = runtime.session.make_room(1 << 40)
         runtime.session.take_in_transfers()
         host, below = runtime.session.tiers()
+        assert freed_bytes > 150 * MIB, "all of it, at once"
         assert host["used_bytes"] > 110 * MIB
         assert 0 < below["used_bytes"] < 50 * MIB, "what the whole of the host has no room for"
-        y.sum().backward()
+        loss.backward()
     other = x.detach().requires_grad_()
-    y = other
-    for _ in range(14):
-        y = y.sin()
-    y.sum().backward()
+    sines(other).backward()
     assert torch.equal(x.grad, other.grad)
+    runtime.close()
+
+
+def test_what_the_host_can_never_hold_takes_none_of_it(device, controls, tmp_path, monkeypatch):
+    """One page larger than all of it."""
+    pinned: list[int] = []
+
+    def pin(address: int, bytes_: int) -> bool:
+        pinned.append(bytes_)
+        return True
+
+    monkeypatch.setattr("delta_runtime.runtime.pinning", lambda device: (pin, pin))
+    runtime = spiller(device, tmp_path, host_budget="80MiB", disk_budget="128MiB")
+    x = torch.linspace(0, 1, 25 << 20).to(device).requires_grad_()  # 100 MiB
+    with runtime.step():
+        loss = x.sin().sin().sum()
+        runtime.session.make_room(1 << 40)
+        assert disk(runtime)["used_bytes"] == 100 * MIB
+        loss.backward()
+    assert sum(pinned) <= (64 + 2) * MIB
+    runtime.close()
+
+
+def test_without_room_on_the_host_the_disk_is_the_nearest_tier(device, controls, tmp_path):
+    runtime = spiller(device, tmp_path, policy="delta")
+    gradient(device, runtime)
+    assert [tier["tier"] for tier in runtime.session.tiers()] == ["disk"]
+    links = runtime.steps.pump.links()
+    assert links.store_bytes == 64 * MIB and links.out_bytes_per_s > 0 < links.in_bytes_per_s
     runtime.close()
 
 
@@ -186,12 +219,84 @@ def test_a_stream_that_is_late(device, controls, folder, where):
         assert torch.equal(delayed(device, controls, folder, where, verify), expected)
 
 
-def test_a_missing_order_shows(device, controls, tmp_path):
+def test_a_missing_order_in_shows(device, controls, tmp_path):
     """The first rule of csrc/tiers/staged_lane.h, broken on purpose: the test above can fail."""
     expected = gradient(device, None)
     with sabotage("NoOrderSide"):
         wrong = delayed(device, controls, tmp_path, "compute")
     assert not torch.equal(wrong, expected)
+
+
+class KeepsACopy(torch.autograd.Function):
+    """Saves a copy of its input that no op waits for."""
+
+    @staticmethod
+    def forward(ctx, x):
+        copy = x.clone()
+        ctx.save_for_backward(copy)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (copy,) = ctx.saved_tensors
+        return grad * copy
+
+
+def settle(runtime: delta.Runtime, x: torch.Tensor) -> None:
+    """Runs the steps in which the runtime times ops, for which it waits for the device."""
+    for _ in range(5):
+        with runtime.step():
+            KeepsACopy.apply(x).sum().backward()
+        x.grad = None
+    torch.accelerator.synchronize()
+
+
+def late_copy(device, controls, folder, *, elsewhere: bool) -> torch.Tensor:
+    """A gradient that is a saved copy, swapped out before the device has made it.
+
+    `elsewhere`: by somebody on another stream than the copy's.
+    """
+    runtime = spiller(device, folder)
+    x = leaf(device)
+    other = torch.Stream(device=device)
+    settle(runtime, x)
+    with runtime.step():
+        controls.delay(0.3)
+        y = KeepsACopy.apply(x)
+        with other if elsewhere else contextlib.nullcontext():
+            runtime.session.make_room(1 << 40)
+        assert runtime.session.levels().swapped_now_bytes > 0
+        y.sum().backward()
+    runtime.close()
+    return x.grad.cpu()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["same stream", "another stream"])
+def test_what_the_device_has_yet_to_make(device, controls, folder, elsewhere):
+    expected = leaf(device).detach().cpu()
+    assert torch.equal(late_copy(device, controls, folder, elsewhere=elsewhere), expected)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["same stream", "another stream"])
+def test_a_missing_order_out_shows(device, controls, tmp_path, elsewhere):
+    with sabotage("NoOrderSide"):
+        wrong = late_copy(device, controls, tmp_path, elsewhere=elsewhere)
+    assert not torch.equal(wrong, leaf(device).detach().cpu())
+
+
+def test_what_the_device_had_to_do_before_is_no_time_of_the_lane(device, controls, tmp_path):
+    runtime = spiller(device, tmp_path)
+    x = leaf(device)
+    settle(runtime, x)
+    with runtime.step():
+        controls.delay(0.3)
+        y = KeepsACopy.apply(x)
+        runtime.session.make_room(1 << 40)
+        runtime.session.take_in_transfers()
+        assert 0 < disk(runtime)["out"][2] < 0.2
+        assert runtime.session.counters().out_stall_s < 0.2
+        y.sum().backward()
+    runtime.close()
 
 
 def test_a_missing_order_is_told_by_evidence(device, controls, tmp_path):
@@ -316,12 +421,18 @@ def test_what_was_under_way_is_recomputed_when_the_device_fails(
         loss = swap_out_a_graph(runtime, x)
         torch.accelerator.synchronize()
         node = loss.grad_fn.next_functions[0][0].next_functions[0][0]
-        switch = threading.Timer(0.4, failing, (False,))  # longer than two tries of one copy
 
         def fail(_: object) -> None:
             failing(True)
-            switch.start()
+            healer.start()
 
+        def heal() -> None:
+            due_s = time.monotonic() + 30
+            while not runtime.session.counters().failed_reads and time.monotonic() < due_s:
+                time.sleep(0.01)
+            failing(False)
+
+        healer = threading.Thread(target=heal)
         node.register_prehook(fail)
     controls.slow_copies(0 if way == "out" else 20e6)
     with runtime.step():
