@@ -4,7 +4,7 @@ A stress run. For models of `SIZED` in scripts/workloads.py the capacity is the 
 The largest batch that trains within it is found by doubling and halving: the ordinary way, with checkpoints around each
 block, and by the runtime. Gradient accumulation takes any batch, in parts that fit beside their sum of gradients: the
 rival for speed. The largest batch, and 2, 4 and 8 times the ordinary one where they fit, are timed, with ordinary steps
-before and after. Takes about two hours on an idle machine; needs no GPU.
+before and after. Takes two to three hours on an idle machine; needs no GPU.
 
     python scripts/stress_max_batch.py [--models resnet50,...] [--contenders ordinary,accumulation,checkpoint,recompute]
         [--link pcie5] [--steps 2] [--threads 1] [--out FILE] [--docs PAGE]
