@@ -35,9 +35,13 @@ class IdleSteps:
     """
 
     def __init__(self, budget_bytes: int) -> None:
-        self._budget_bytes = budget_bytes
+        self._limit_bytes = budget_bytes
         self._needed = QUIET_STEPS
         self.forget()
+
+    def keep_to(self, limit_bytes: int) -> None:
+        """Have steps fit that instead of the budget."""
+        self._limit_bytes = limit_bytes
 
     def forget(self) -> None:
         """Have none idle until enough steps in a row were quiet again; the last one was not."""
@@ -48,7 +52,7 @@ class IdleSteps:
 
     def may_begin(self, live_bytes: int) -> bool:
         """Return whether the next step may be idle, with so much live at its begin."""
-        room_bytes = self._budget_bytes - live_bytes
+        room_bytes = self._limit_bytes - live_bytes
         return self._left > 0 and self._growth_bytes * (1 + _SPARE) <= room_bytes
 
     def most_bytes(self, live_bytes: int) -> int:

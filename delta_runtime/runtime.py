@@ -464,7 +464,7 @@ class Runtime:
             bounds=steps.bounds(),
             limit_bytes=steps.limit_bytes if steps.limit_bytes > self.budget_bytes else 0,
             reserved_bytes=0 if on_cpu else self.session.allocator_bytes()[0],
-            margin_bytes=steps.plans.margin_bytes,
+            margin_bytes=0 if steps.plans.yielded else steps.plans.margin_bytes,
             expandable=not on_cpu and segments_expand(),
             tiers=tuple(TierUse.of(each, direct=direct) for each in self.session.tiers()),
             process=_launched().text(),

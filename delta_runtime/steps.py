@@ -56,6 +56,8 @@ from delta_runtime.standing_aside import StandingAside
 
 logger = logging.getLogger(__name__)
 
+_DEAR = 0.5
+"""Of the seconds of a step's ops: what a plan may take beside them so that an allocator has room for its fragments."""
 _MOST_TO_JUDGE = 16
 """Steps of an accelerator whose seconds are waited for."""
 
@@ -108,7 +110,9 @@ class Steps:
         """Seconds of planning behind the last step, which the next one waited for."""
         self.plans = self._new_plans()
         """The graphs that are known, and their plans."""
-        self.margin = AllocatorMargin(budget_bytes)
+        self.margin = AllocatorMargin(
+            budget_bytes, plans=policy.plans and policy.planner == "joint" and not self._on_cpu
+        )
         """What plans leave to an accelerator's allocator."""
         self.aside = StandingAside()
         """Which steps are left alone."""
@@ -157,6 +161,10 @@ class Steps:
         self._logged = self.plans.wants_log(missed=missed, went_on=went_on)
         self._session.set_logging(self._logged)
         raw_access.take_back()
+        if self.margin.measures:
+            with contextlib.suppress(RuntimeError):  # while a graph is captured
+                torch.accelerator.empty_cache()
+            self.margin.measure()
         self._session.begin_step()
         self.begin_s = time.perf_counter()
 
@@ -370,9 +378,9 @@ class Steps:
             around_s=self.around_s,
         )
         self.plans.saw(cost)
-        changed = self._judge_plan(last)
-        if not self._on_cpu and self._policy.evicts_to:
+        if not self._on_cpu and self._policy.evicts_to and not self.plans.yielded:
             self._see_allocator(last)
+        changed = self._judge_plan(last)
         events = self.pump.take_logged() if self._logged else None
         graph = read_step_graph(self._session, events) if events is not None else None
         if graph is not None and len(graph.saved) > 0:
@@ -387,6 +395,7 @@ class Steps:
         limit_bytes = self.plans.limit_bytes(self._budget_bytes)
         if limit_bytes != self.limit_bytes:
             self.limit_bytes = limit_bytes
+            self.idle.keep_to(min(limit_bytes, self._budget_bytes))
             self._session.set_budget(limit_bytes)
         if marked and self._on_cpu and self._may_look_away:
             self.aside.saw(cost, settled=self.plans.relieved)
@@ -397,14 +406,20 @@ class Steps:
         """Learn what the allocator takes beside what lives, and keep room for it."""
         reserved_bytes, retries = self._session.allocator_bytes()
         followed = not self._logged and self._followed_plan(last)
-        known = self.plans.bounds
-        if self.margin.saw(
+        plan = self.plans.plan if followed else None
+        dear = (
+            plan is not None
+            and self.graph is not None
+            and plan.predicted_seconds > _DEAR * self.graph.seconds
+        )
+        self.margin.saw(
             reserved_bytes=reserved_bytes,
+            peak_bytes=last.peak_bytes,
             retries=retries,
-            least_bytes=known.least_bytes if known is not None else 0,
-            plan=self.plans.plan if followed else None,
-        ):
-            torch.accelerator.empty_cache()
+            least_bytes=lambda: self.bounds().least_bytes,
+            plan=plan,
+            dear=dear,
+        )
         self._keep_margin()
 
     def _keep_margin(self) -> None:
@@ -433,7 +448,7 @@ class Steps:
     def _see_whether_idle(self, cost: StepCost, last: StepTotals) -> None:
         done = last.drops + last.swap_outs + last.written_back_bytes + last.plan_actions
         done += last.rescues + last.shortfalls + last.boundary_evictions + last.mismatches
-        if done or not last.peak_bytes <= self._budget_bytes == self.limit_bytes:
+        if done or not last.peak_bytes <= self.limit_bytes <= self._budget_bytes:
             self._end_idleness()
         elif cost.whole and not self._logged and self.idle.saw_quiet(cost):
             self._session.remember_first_ops()

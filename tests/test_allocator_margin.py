@@ -12,80 +12,154 @@ from delta_runtime.allocator_margin import AllocatorMargin
 BUDGET = 1_000_000
 
 
-def run(
-    margin: AllocatorMargin, plan: object, *reserved: int, retries: int = 0, least: int = 0
-) -> list[bool]:
-    """Steps that follow a plan, one for each number; whether the cache was to be given back behind each."""
-    return [
-        margin.saw(reserved_bytes=each, retries=retries, least_bytes=least, plan=plan)
-        for each in reserved
-    ]
+class Steps:
+    """Steps of an allocator that reserves so many times what lives, and finds out what a margin does to that."""
+
+    def __init__(self, times: float, *, least: int = 0, foreign: int = 0) -> None:
+        self.margin = AllocatorMargin(BUDGET)
+        self.times = times
+        self.least = least
+        self.foreign = foreign  # cached by others before each step
+        self.pinned = 0  # and what they hold on to
+        self.emptied = 0
+        self.retries = 0
+        self.plan = 0
+        self._planned_for = -1
+
+    def run(
+        self, steps: int, *, followed: bool = True, retries: int = 0, dear: bool = False
+    ) -> None:
+        for _ in range(steps):
+            if self.margin.bytes != self._planned_for:
+                self.plan += 1
+                self._planned_for = self.margin.bytes
+            empty = self.margin.measures
+            if empty:
+                self.margin.measure()
+                self.emptied += 1
+            self.retries += retries
+            live = BUDGET - self.margin.bytes
+            self.margin.saw(
+                reserved_bytes=max(
+                    self.pinned, int(live * self.times) + (0 if empty else self.foreign)
+                ),
+                peak_bytes=live,
+                retries=self.retries,
+                least_bytes=lambda: self.least,
+                plan=self.plan if followed else None,
+                dear=dear,
+            )
 
 
 def test_what_fits_changes_nothing():
-    margin = AllocatorMargin(BUDGET)
-    assert run(margin, "plan", *[BUDGET] * 10) == [False] * 10
-    assert margin.bytes == 0 and not margin.is_looked_for
+    steps = Steps(1.0)
+    steps.run(30)
+    assert steps.margin.bytes == 0 and steps.emptied == 0 and not steps.margin.is_looked_for
 
 
-def test_the_first_steps_of_a_plan_do_not_count_but_the_cache_goes():
-    margin = AllocatorMargin(BUDGET)
-    assert run(margin, "plan", 1_250_000, 1_250_000) == [True, False]
-    assert margin.bytes == 0 and margin.is_looked_for
+def test_live_bytes_shrink_until_what_is_reserved_fits():
+    steps = Steps(1.3)
+    steps.run(30)
+    assert BUDGET * (1 - 1 / 1.3) <= steps.margin.bytes <= 0.26 * BUDGET
+    assert 0 < steps.emptied <= 6
 
 
-def test_live_bytes_are_to_shrink_in_proportion():
-    margin = AllocatorMargin(BUDGET)
-    run(margin, "plan", *[1_250_000] * 3)
-    assert margin.bytes == 200_000
-    run(margin, "next", *[1_100_000] * 3)
-    assert margin.bytes == pytest.approx(BUDGET - 800_000 / 1.1, abs=2)
-    run(margin, "third", *[990_000] * 3)
-    assert margin.bytes == pytest.approx(BUDGET - 800_000 / 1.1, abs=2) and not margin.is_looked_for
+def test_the_first_steps_of_a_plan_do_not_count():
+    steps = Steps(1.3)
+    steps.run(2)
+    assert steps.margin.bytes == 0 and steps.margin.is_looked_for
+    steps.run(2)
+    assert steps.margin.bytes > 0
+
+
+def test_what_others_have_left_in_the_cache_does_not_count():
+    steps = Steps(0.9, foreign=2 * BUDGET)
+    steps.run(100)
+    assert steps.margin.bytes == 0 and steps.emptied == 2
+
+
+def test_a_margin_that_does_not_help_is_taken_back():
+    """Others hold on to more than the budget."""
+    steps = Steps(0.9)
+    steps.pinned = 3 * BUDGET
+    steps.run(8)
+    assert steps.margin.bytes > 0
+    steps.run(100)
+    assert steps.margin.bytes == 0 and not steps.margin.is_looked_for
 
 
 def test_nothing_more_is_kept_away_until_there_is_a_plan_for_it():
     margin = AllocatorMargin(BUDGET)
-    run(margin, "plan", *[1_250_000] * 6)
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            if margin.measures:
+                margin.measure()
+            margin.saw(
+                reserved_bytes=1_250_000,
+                peak_bytes=BUDGET,
+                retries=0,
+                least_bytes=lambda: 0,
+                plan="plan",
+            )
+
+    run(4)
     assert margin.bytes == 200_000
-    assert True in run(margin, "plan", *[1_250_000] * 9)  # no plan comes
-    run(margin, "plan", *[1_250_000] * 2)
-    assert margin.bytes > 200_000
+    run(8)
+    assert margin.bytes == 200_000, "no plan has come"
+    run(8)
+    assert margin.bytes == 0.2 * BUDGET + 0.2 * 0.8 * BUDGET
 
 
-def test_a_device_that_is_full_counts_by_its_retries():
-    few, many = AllocatorMargin(BUDGET), AllocatorMargin(BUDGET)
-    for step in range(4):
-        few.saw(reserved_bytes=BUDGET, retries=step, least_bytes=0, plan="plan")
-        many.saw(reserved_bytes=BUDGET, retries=100 * step, least_bytes=0, plan="plan")
-    assert few.bytes == pytest.approx(0.02 * BUDGET, abs=2)
-    assert many.bytes == pytest.approx(0.1 * BUDGET, abs=2)
+@pytest.mark.parametrize(("retries", "part"), [(1, 0.02), (3, 0.06), (100, 0.1)])
+def test_a_device_that_is_full_counts_by_its_retries(retries: int, part: float):
+    steps = Steps(1.0)
+    steps.run(3, retries=retries)
+    assert steps.margin.bytes == pytest.approx(part * BUDGET, abs=2)
+
+
+def test_what_does_not_help_is_taken_back():
+    """Retries that come from others: less that lives makes them no fewer."""
+    steps = Steps(0.9)
+    steps.run(200, retries=1)
+    assert steps.margin.bytes == 0 and not steps.margin.is_looked_for
+
+
+def test_what_costs_too_much_goes_no_further():
+    steps = Steps(1.6)
+    steps.run(5)
+    assert steps.margin.bytes == 200_000
+    steps.run(50, dear=True)
+    assert steps.margin.bytes == 0, "the last margin that was not"
+
+
+def test_a_counter_that_is_set_back_is_no_retry():
+    steps = Steps(1.0)
+    steps.retries = 50
+    steps.run(10)
+    steps.retries = 0
+    steps.run(10)
+    assert steps.margin.bytes == 0
 
 
 def test_steps_without_a_plan_count_where_they_go_on():
-    margin = AllocatorMargin(BUDGET)
-    for step in range(1, 9):
-        margin.saw(reserved_bytes=BUDGET, retries=step, least_bytes=0, plan=None)
-    assert margin.bytes == 0
-    margin.saw(reserved_bytes=BUDGET, retries=9, least_bytes=0, plan=None)
-    assert margin.bytes == pytest.approx(0.02 * BUDGET, abs=2)
-    quiet = AllocatorMargin(BUDGET)
-    for _ in range(100):
-        quiet.saw(reserved_bytes=2 * BUDGET, retries=0, least_bytes=0, plan=None)
-    assert quiet.bytes == 0
+    steps = Steps(1.0)
+    steps.run(9, followed=False, retries=1)
+    assert steps.margin.bytes == 0 and not steps.margin.is_looked_for
+    steps.run(1, followed=False, retries=1)
+    assert steps.margin.bytes == pytest.approx(0.02 * BUDGET, abs=2)
+    quiet = Steps(2.0)
+    quiet.run(100, followed=False)
+    assert quiet.margin.bytes == 0
 
 
-@pytest.mark.parametrize(("least", "ends_at"), [(0, 500_000), (900_000, 91_000)])
-def test_it_ends_at_the_least_and_at_half(least: int, ends_at: int):
-    margin = AllocatorMargin(BUDGET)
-    for number in range(10):
-        run(margin, f"plan {number}", *[3_000_000] * 3, least=least)
-    assert margin.bytes == pytest.approx(ends_at, abs=2)
-    assert not margin.is_looked_for
+@pytest.mark.parametrize(("least", "most"), [(0, 500_000), (900_000, 91_000)])
+def test_it_ends_at_the_least_and_at_half(least: int, most: int):
+    steps = Steps(3.0, least=least)
+    steps.run(100)
+    assert steps.margin.bytes == pytest.approx(most, abs=2)
+    assert not steps.margin.is_looked_for
 
 
-def test_a_search_has_an_end():
-    margin = AllocatorMargin(BUDGET)
-    for _ in range(100):
-        margin.saw(reserved_bytes=0, retries=0, least_bytes=0, plan=None)
-    assert not margin.is_looked_for
+def test_policies_without_plans_wait_for_nothing():
+    assert not AllocatorMargin(BUDGET, plans=False).is_looked_for

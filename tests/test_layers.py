@@ -65,8 +65,8 @@ LAYERS = {
     "failed_backward": _layer(packages="torch"),
     "entered": _layer("core extension raw_access torch_hooks _C", "torch"),
     "steps": _layer(
-        "core config act budget_relief device extension known_step online plan_cache planning_time plans_beside pump "
-        "raw_access record report allocator_margin idle_steps standing_aside _C",
+        "core config act allocator_margin budget_relief device extension known_step online plan_cache "
+        "planning_time plans_beside pump raw_access record report idle_steps standing_aside _C",
         "numpy torch",
     ),
 }

@@ -271,6 +271,9 @@ bool SwapTiers::write_back(Page& page) {
   if (!can_write_back(page)) {
     return page.below.copy != nullptr;
   }
+  if (wants_to_grow_) {
+    return false;  // one after the other: it grows as far as it is needed
+  }
   size_t place = 0;
   bool grows = false;
   std::shared_ptr<Block> block = room_for(page.bytes, place, grows);

@@ -69,7 +69,7 @@ std::shared_ptr<Block> HostMemory::allocate(int64_t bytes) {
   const int64_t offset = retired_ || failed_ ? -1 : places_.take(bytes);
   if (offset < 0) {
     ++usage_.refusals;
-    asked_bytes_ += can_grow_to(bytes) ? places_.rounded(bytes) : 0;
+    asked_bytes_ = std::max(asked_bytes_, can_grow_to(bytes) ? places_.rounded(bytes) : 0);
     return nullptr;
   }
   usage_.used_bytes += bytes;

@@ -61,7 +61,7 @@ class HostMemory : public Store, public std::enable_shared_from_this<HostMemory>
   BestFit places_;
   bool failed_ = false;
   int64_t open_bytes_ = 0;   // of the reservation, that blocks may lie in
-  int64_t asked_bytes_ = 0;  // by requests that there was no room for, since it grew
+  int64_t asked_bytes_ = 0;  // by the largest request that there was no room for, since it grew
   std::vector<std::pair<void*, int64_t>> pinned_;
   StoreUsage usage_;
   bool retired_ = false;

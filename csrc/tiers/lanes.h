@@ -20,7 +20,6 @@
 
 #include <array>
 #include <atomic>
-#include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -34,8 +33,9 @@ namespace delta {
 
 class Lane;
 
-// The errno of a copy that the device failed to make; all others are the disk's.
-constexpr int kDeviceFailed = ENODEV;
+// The error of a copy that the device failed to make. All others are the errno of a disk, which is
+// smaller.
+constexpr int kDeviceFailed = 1 << 16;
 
 struct Transfer : c10::intrusive_ptr_target {
   enum class State : uint8_t { Queued, Running, Done, Cancelled, Failed };

@@ -68,7 +68,7 @@ class StepTotals:
         swap_refusals: storages that no tier below had room for.
         failed_writes, failed_reads, lost_pages: copies to and from the disk that failed; storages among
             the latter that could not be recomputed either.
-        write_error, read_error: the errno of the first failure of each; 0 for none.
+        write_error, read_error: the errno of the first failure of each, or 65,536 where the device failed; 0 for none.
         out_stall_s, in_stall_s: seconds that the step waited for a lane. On an accelerator these, and `rebuild_s`,
             are the device's, and counted when they are known: a step or two later.
         rescues, rescued_bytes: times that an allocation itself had to ask for room, or that an op ran out of memory.

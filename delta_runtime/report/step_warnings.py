@@ -11,6 +11,8 @@ from delta_runtime.core.units import format_bytes
 from delta_runtime.core.warn import warn
 from delta_runtime.report.step_report import StepTotals
 
+_DEVICE_FAILED = 1 << 16  # kDeviceFailed in csrc/tiers/lanes.h
+
 
 class StepWarnings:
     """The warnings of one runtime.
@@ -92,13 +94,13 @@ class StepWarnings:
 
     def _place(self, error: int) -> str:
         """Return where a copy failed with that error: only a disk, or the device itself, may fail."""
-        if error == errno.ENODEV or not self._spill_directory:
+        if error == _DEVICE_FAILED or not self._spill_directory:
             return "a tier below"
         return f"the spill file in {self._spill_directory}"
 
 
 def _why(error: int) -> str:
-    if error == errno.ENODEV:  # kDeviceFailed in csrc/tiers/lanes.h
+    if error == _DEVICE_FAILED:
         return "the device failed"
     if error == errno.EBADMSG:  # kOtherBytes in csrc/tiers/spill_file.h
         return "the bytes there are not those that were written"

@@ -210,7 +210,13 @@ class Stub(Bench):
     def start(self, link: str, policy: str, budget_bytes: int) -> Contender:
         runtime = delta.Runtime(1 << 34, device="cpu", policy="recompute")
         runtime.steps.plans = SimpleNamespace(
-            settled=True, plan=None, steps=0, bounds=None, last_graph=None
+            settled=True,
+            plan=None,
+            steps=0,
+            bounds=None,
+            last_graph=None,
+            yielded=False,
+            margin_bytes=0,
         )
         seconds = self.seconds[link, policy]
         return Contender(link, policy, runtime, failure="" if seconds else "OutOfMemoryError: x")
