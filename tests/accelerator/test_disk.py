@@ -29,9 +29,10 @@ from tests.accelerator.test_lanes import (
     swapper,
     train,
 )
+from tests.accelerator.test_lanes import delayed as delayed_with
 from tests.support.bitwise import assert_same_bits
 from tests.support.disk_faults import MIB, cut_and_grown, descriptor, disk, replaced, shifted
-from tests.support.managed import poisoned_host_memory, sabotage
+from tests.support.managed import sabotage
 from tests.support.swapping import lanes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
@@ -194,22 +195,9 @@ def test_the_environment_can_ask_for_it(device, controls, tmp_path):
 
 def delayed(device, controls, folder, where: str, verify: str = "off") -> torch.Tensor:
     """A gradient with one of the three streams far behind the others."""
-    runtime = spiller(device, folder, verify=verify)
-    early = late = lambda: None
-    if where == "out":
-        early = lambda: controls.delay_lane(runtime, "out", 0.3)  # noqa: E731
-    elif where == "in":
-        late = lambda: controls.delay_lane(runtime, "in", 0.3)  # noqa: E731
-    elif where == "compute":
-        late = lambda: controls.delay(0.3)  # noqa: E731
-    with poisoned_host_memory():
-        found = gradient(device, runtime, early, late)
-    torch.accelerator.synchronize()
-    counters = runtime.session.counters()
-    assert counters.swap_outs >= 5 and counters.swap_ins >= 5
-    assert disk(runtime)["out"][0] >= 5
-    runtime.close()
-    return found
+    return delayed_with(
+        device, controls, where, verify, lambda device, **more: spiller(device, folder, **more)
+    )
 
 
 @pytest.mark.parametrize("where", ["out", "in", "compute"])

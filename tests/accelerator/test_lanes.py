@@ -197,9 +197,9 @@ def test_a_graph_that_was_swapped_out_whole(device, controls):
     runtime.close()
 
 
-def delayed(device, controls, where: str, verify: str = "off") -> torch.Tensor:
-    """A gradient with one of the three streams far behind the others."""
-    runtime = swapper(device, verify=verify)
+def delayed(device, controls, where: str, verify: str = "off", make=swapper) -> torch.Tensor:
+    """A gradient with one of the three streams far behind the others, in a runtime that `make` makes."""
+    runtime = make(device, verify=verify)
     early = late = lambda: None
     if where == "out":
         early = lambda: controls.delay_lane(runtime, "out", 0.3)  # noqa: E731
