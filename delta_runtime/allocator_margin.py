@@ -45,7 +45,7 @@ class AllocatorMargin:
 
     Args:
         budget_bytes: the budget, which the reserved bytes are to keep to.
-        plans: whether there are plans to make for less.
+        plans: whether there are plans to make for less; else only a device that is full counts (rule 3).
     """
 
     def __init__(self, budget_bytes: int, *, plans: bool = True) -> None:
@@ -101,6 +101,8 @@ class AllocatorMargin:
         before = retries if self._retries is None else self._retries
         retried, self._retries = max(0, retries - before), retries
         self._left -= self._left > 0
+        if not self._plans:
+            plan = None
         self._without = self._without + 1 if plan is None else 0
         if plan is None:
             self._unplanned += retried > 0

@@ -161,5 +161,9 @@ def test_it_ends_at_the_least_and_at_half(least: int, most: int):
     assert not steps.margin.is_looked_for
 
 
-def test_policies_without_plans_wait_for_nothing():
-    assert not AllocatorMargin(BUDGET, plans=False).is_looked_for
+def test_policies_whose_plans_nobody_can_shrink_wait_for_nothing():
+    """None are made, or a planner that was asked for by name may have none for less."""
+    steps = Steps(2.0)
+    steps.margin = AllocatorMargin(BUDGET, plans=False)
+    steps.run(50)
+    assert steps.margin.bytes == 0 and steps.emptied == 0 and not steps.margin.is_looked_for

@@ -323,8 +323,7 @@ void bind_logs(SessionClass& c) {
             const DeviceBytes now = device_bytes(s.device());
             return py::make_tuple(now.reserved, now.retries);
           },
-          "Of an accelerator: bytes that its allocator has taken from it, and how often it gave "
-          "its "
+          "Of an accelerator: bytes that its allocator has reserved, and how often it gave its "
           "cache back for want of more.")
       .def("packs", [](const Session& s) { return s.state.counters.packs; })
       .def("reset_counters", [](Session& s) { s.state.counters = Counters(); })

@@ -70,7 +70,7 @@ class StepTotals:
             the latter that could not be recomputed either.
         write_error, read_error: the errno of the first failure of each, or 65,536 where the device failed; 0 for none.
         out_stall_s, in_stall_s: seconds that the step waited for a lane. On an accelerator these, and `rebuild_s`,
-            are the device's, and counted when they are known: a step or two later.
+            are the device's, and counted when they are known: a step or two later. Waits for its disk are the host's.
         rescues, rescued_bytes: times that an allocation itself had to ask for room, or that an op ran out of memory.
         shortfalls, shortfall_bytes: requests that could not be met, and the worst of them.
         audits, audit_failures: ops run once more while their results were there; of these, other results.

@@ -93,7 +93,9 @@ def test_same_bits_when_everything_leaves(device, controls, folder, name, mode):
         policy = dataclasses.replace(get_policy(f"stress_{mode}"), seed=seed)
         runtime = spiller(device, folder, policy=policy, verify="first")
         assert_same_bits(train(device, name, runtime), snapshot, f"{name} {mode} {seed}")
-        assert runtime.report().totals.swap_ins > 10
+        totals = runtime.report().totals
+        assert totals.rebuilds + totals.swap_ins > 10  # "mix" drops some, by chance
+        assert totals.swap_ins > (10 if mode == "swap_all" else 0)
         runtime.close()
 
 
