@@ -109,6 +109,7 @@ class KnownStep:
         """Have the next step logged, and a plan made from the least seconds that there are then."""
         self.searched, self.outdated = False, True
         self.runs = CALIBRATION_STEPS - 1
+        self.times_left = CALIBRATION_STEPS
 
     def has_moved(self, begin_bytes: int) -> bool:
         """Whether so much more or less persists at the begin of a step that the record is out of date."""

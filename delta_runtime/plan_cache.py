@@ -234,9 +234,6 @@ class PlanCache:
         # The same values may be saved by other ops: accumulating gradients adds some.
         key = (graph.fingerprint, graph.op_name)
         known = self._known.pop(key, None)
-        for other in self._known.values():  # whose seconds a step's are is no longer known
-            if not other.trials.settled and (other.trials.any or other.runs >= CALIBRATION_STEPS):
-                other.settle()
         cost = self._last if self._last and self._last.fingerprint == graph.fingerprint else None
         record = graph if len(graph.uses) else None
         self._out_of_date = False
@@ -419,9 +416,7 @@ class PlanCache:
             return
         known.plan_s = seconds
         known.searched = begun.final and not known.outdated
-        known.trials.begin(settled=len(self._known) > 1)
-        if known.trials.settled:
-            known.settle()
+        known.trials.begin(settled=False)
 
     def _look_at_budget(self, known: KnownStep | None, budget_bytes: int) -> None:
         """Have the budget given up where the last step shows that it cannot be met; see `BudgetRelief`."""
@@ -476,37 +471,42 @@ class PlanCache:
                 return LONG_EFFORT, LONG_SEARCH
         return SEARCH_EFFORT, joint_heuristic.MOST_TO_SEARCH
 
-    def judge(self, rebuild_s: float, wait_s: float) -> bool:
-        """Take in what the final plan of the only known graph has cost, and try another where that pays.
+    def judge(self, plan: Plan | None, rebuild_s: float, wait_s: float) -> bool:
+        """Take in what the final plan of a graph has cost, and try another where that pays.
 
-        A new plan takes as long to make as the first one; see `plan_trials`.
+        A new plan takes as long to make as the first one; see `plan_trials`. Beside other graphs, which want plans
+        too, it is tried only where there is time for it.
 
         Args:
-            rebuild_s: seconds of recomputing in a whole step that followed the plan.
+            plan: that a whole step followed.
+            rebuild_s: seconds of recomputing in it.
             wait_s: seconds that it waited for lanes.
 
         Returns:
-            Whether the next step has another plan.
+            Whether the next step of that graph has another plan.
         """
-        if len(self._known) != 1 or not (self._makes_plans and self._drops and self._swaps):
+        known = next((each for each in self._known.values() if each.plan is plan), None)
+        if plan is None or known is None or not (self._makes_plans and self._drops and self._swaps):
             return False
-        known = next(iter(self._known.values()))
-        before, links = known.plan, known.links
-        if before is None or not known.searched or self._begun is not None:
+        if not known.searched or self._begun is not None:
             return False
+        links = known.links
         lanes = links is not None and links.out_bytes_per_s > 0
         step_s = known.graph.seconds
-        then = known.trials.measure(before, rebuild_s, wait_s, step_s=step_s, lanes=lanes)
-        if then is Next.TAKE_CHOSEN:
+        then = known.trials.measure(plan, rebuild_s, wait_s, step_s=step_s, lanes=lanes)
+        makes_another = then in (Next.ASK_LESS_OF_LANES, Next.LEAVE_LANES_ALONE)
+        if makes_another and len(self._known) > 1 and self._left_s < known.plan_s:
+            known.settle()
+        elif then is Next.TAKE_CHOSEN:
             known.take_chosen()
         elif then is Next.RECORD_AGAIN:
-            self.record_again()
+            known.record_again()
         elif then is Next.ASK_LESS_OF_LANES and links is not None:
             out, in_ = links.out_bytes_per_s * _CAUTION, links.in_bytes_per_s * _CAUTION
             self._try(known, replace(links, out_bytes_per_s=out, in_bytes_per_s=in_))
         elif then is Next.LEAVE_LANES_ALONE:
             self._try(known, None, only_if_s=known.trials.least_s)
-        return known.plan is not before
+        return known.plan is not plan
 
     def record_again(self) -> None:
         """Have the next step of the latest graph logged, and its plan made anew; without effect where none is known."""

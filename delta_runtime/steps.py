@@ -126,6 +126,7 @@ class Steps:
         """When the step that goes on began, by `time.perf_counter`."""
         self._logged = False
         self._woke = False  # in the step that goes on, which began as an idle one
+        self._following: list[tuple[StepGraph, Plan]] = []  # as they were handed to the session
         self._to_judge: dict[int, Plan] = {}  # followed in a step whose seconds are not known yet
         self._warnings = StepWarnings(budget_bytes, tiers.spill.directory if tiers.spill else None)
         self.trace = Trace(config.trace) if config.trace else None
@@ -174,10 +175,15 @@ class Steps:
             return
         try:
             if self.plans.take_made():
-                follow(self._session, self.plans.plans())
+                self._follow()
         except Exception:
             logger.exception("delta_runtime: no plan could be made for this step")
         self._warn_of_refusal()
+
+    def _follow(self) -> None:
+        plans = self.plans.plans()
+        follow(self._session, plans)
+        self._following = plans
 
     def _warn_of_refusal(self) -> None:
         refusal = self.plans.refusal
@@ -391,7 +397,7 @@ class Steps:
         elif not self._logged:
             changed |= self.plans.tend(self._budget_bytes, self.pump.links())
         if changed:
-            follow(self._session, self.plans.plans())
+            self._follow()
         limit_bytes = self.plans.limit_bytes(self._budget_bytes)
         if limit_bytes != self.limit_bytes:
             self.limit_bytes = limit_bytes
@@ -405,8 +411,8 @@ class Steps:
     def _see_allocator(self, last: StepTotals) -> None:
         """Learn what the allocator takes beside what lives, and keep room for it."""
         reserved_bytes, retries = self._session.allocator_bytes()
-        followed = not self._logged and self._followed_plan(last)
-        plan = self.plans.plan if followed else None
+        followed = self._followed_plan(last)
+        plan = followed if followed is self.plans.plan else None
         dear = (
             plan is not None
             and self.graph is not None
@@ -458,31 +464,29 @@ class Steps:
 
         On an accelerator the host's clock says nothing of the waits: the device's does, a step or two later.
         """
-        followed = not self._logged and self._followed_plan(last)
+        plan = self._followed_plan(last)
         if self._on_cpu:
             waited_s = last.out_stall_s + last.in_stall_s
-            return followed and self.plans.judge(last.rebuild_s, waited_s)
-        plan = self.plans.plan
-        if followed and plan is not None:
+            return plan is not None and self.plans.judge(plan, last.rebuild_s, waited_s)
+        if plan is not None:
             self._to_judge[self._session.step()] = plan
         changed = False
         for step, rerun_s, out_wait_s, in_wait_s in self._session.take_device_seconds():
             judged = self._to_judge.pop(step, None)
-            if judged is not None and judged is self.plans.plan:
-                changed |= self.plans.judge(rerun_s, out_wait_s + in_wait_s)
+            if judged is not None:
+                changed |= self.plans.judge(judged, rerun_s, out_wait_s + in_wait_s)
         while len(self._to_judge) > _MOST_TO_JUDGE:
             self._to_judge.pop(next(iter(self._to_judge)))
         return changed
 
-    def _followed_plan(self, last: StepTotals) -> bool:
-        """Whether the last step was the recorded one, backward included."""
-        graph = self.graph
-        return (
-            graph is not None
-            and not last.plan_misses
-            and last.plan_hits >= len(graph.saved)
-            and last.managed_unpacks >= len(graph.uses)
-        )
+    def _followed_plan(self, last: StepTotals) -> Plan | None:
+        """Return the plan whose step the last one was, backward included; None where it was logged, or no such step."""
+        at = -1 if self._logged or last.plan_misses else self._session.followed_plan()
+        if not 0 <= at < len(self._following):
+            return None
+        graph, plan = self._following[at]
+        whole = last.plan_hits >= len(graph.saved) and last.managed_unpacks >= len(graph.uses)
+        return plan if whole else None
 
     def bounds(self) -> Bounds:
         """Of the steps that were recorded whole; else what the last one has shown."""

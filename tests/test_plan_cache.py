@@ -52,7 +52,7 @@ def learn(known: PlanCache, graph: StepGraph = GRAPH, share: float = 0.5) -> Non
 def calibrated(graph: StepGraph = GRAPH, **what: bool) -> PlanCache:
     known = PlanCache(**{"plans": True, "drops": True, "swaps": True} | what)
     for _ in range(CALIBRATION_STEPS):
-        assert not known.judge(0.0, LONG_S)  # not the final plan yet
+        assert not known.judge(known.plan, 0.0, LONG_S)  # not the final plan yet
         learn(known, graph)
     return known
 
@@ -62,7 +62,7 @@ def recorded_again(graph: StepGraph = GRAPH) -> PlanCache:
     known = calibrated(graph)
     assert not judge(known, 0.01, 1000.0)
     assert known.wants_log(missed=False) and not known.settled
-    assert not known.judge(0.0, LONG_S)
+    assert not known.judge(known.plan, 0.0, LONG_S)
     learn(known)
     assert not known.wants_log(missed=False) and not known.settled
     return known
@@ -81,8 +81,8 @@ def exits(known: PlanCache) -> list[int]:
 def judge(known: PlanCache, rebuild_s: float, wait_s: float) -> bool:
     """What one trial comes to; the least of its steps counts."""
     for _ in range(TRIAL_STEPS - 1):
-        assert not known.judge(rebuild_s + 1.0, wait_s + 1.0)
-    return known.judge(rebuild_s, wait_s)
+        assert not known.judge(known.plan, rebuild_s + 1.0, wait_s + 1.0)
+    return known.judge(known.plan, rebuild_s, wait_s)
 
 
 def test_a_plan_that_waits_for_nothing_stays():
@@ -153,7 +153,7 @@ def test_a_plan_that_comes_to_wait_is_made_again():
     assert known.settled
     for _ in range(WATCH_STEPS):
         assert not known.wants_log(missed=False)
-        assert not known.judge(0.01, LONG_S) and exits(known) == first
+        assert not known.judge(known.plan, 0.01, LONG_S) and exits(known) == first
     assert known.wants_log(missed=False) and not known.settled
     learn(known)
     assert exits(known) != first
@@ -166,7 +166,7 @@ def test_a_plan_that_was_made_again_stays_only_if_it_is_better():
     judge(known, 0.01, 0.0)
     first = known.plan
     for _ in range(WATCH_STEPS):
-        known.judge(0.01, LONG_S)
+        known.judge(known.plan, 0.01, LONG_S)
     learn(known)
     assert known.plan is not first
     assert judge(known, LONG_S + 0.02, 0.0)
@@ -179,7 +179,7 @@ def test_each_time_it_takes_twice_as_many_steps():
     for turn in range(4):
         steps = 0
         while not known.wants_log(missed=False):
-            known.judge(0.01, LONG_S)
+            known.judge(known.plan, 0.01, LONG_S)
             steps += 1
         assert steps == WATCH_STEPS * 2**turn
         learn(known)
@@ -201,7 +201,7 @@ def test_a_plan_in_place_stays_unless_each_step_waits(steps):
     plan = known.plan
     for _ in range(4):
         for step in steps:
-            assert not known.judge(*step)
+            assert not known.judge(known.plan, *step)
             assert known.settled and known.plan is plan and not known.wants_log(missed=False)
 
 
@@ -223,17 +223,17 @@ def test_a_plan_that_waits_no_longer_than_when_it_was_chosen_stays():
     known, wait_s = settled_on_a_plan_that_waits()
     plan = known.plan
     for _ in range(3 * WATCH_STEPS):
-        assert not known.judge(LONG_S, wait_s)
+        assert not known.judge(known.plan, LONG_S, wait_s)
     assert not known.wants_log(missed=False) and known.plan is plan
 
 
 def test_a_plan_that_was_chosen_while_all_waited_has_to_keep_what_it_showed_later():
     known, wait_s = settled_on_a_plan_that_waits()
     for _ in range(WATCH_STEPS):
-        known.judge(0.01, 0.0)
+        known.judge(known.plan, 0.01, 0.0)
     for _ in range(WATCH_STEPS):
         assert not known.wants_log(missed=False)
-        known.judge(0.01, wait_s)
+        known.judge(known.plan, 0.01, wait_s)
     assert known.wants_log(missed=False)
 
 
@@ -248,7 +248,7 @@ def test_what_keeps_the_lanes_busy_for_a_while_costs_no_plan_for_good(busy_steps
                 learn(known)
             else:
                 waits = wait_s_per_mib * swapped_bytes(known) / MIB
-                known.judge(known.plan.predicted_seconds, waits)
+                known.judge(known.plan, known.plan.predicted_seconds, waits)
 
     steps(STEPS_TO_SETTLE, 0.0)
     assert known.settled and swapped_bytes(known) > 0
@@ -260,21 +260,26 @@ def test_what_keeps_the_lanes_busy_for_a_while_costs_no_plan_for_good(busy_steps
     assert known.plan.predicted_seconds == pytest.approx(quiet_s)
 
 
+OTHER = chain([4 * MIB] * 8, [1e-2] * 8)
+
+
 @pytest.mark.parametrize("logged_first", [False, True])
-def test_a_second_graph_while_one_is_recorded_again_leaves_it_the_measured_plan(logged_first):
+def test_a_second_graph_while_one_is_recorded_again_changes_nothing_for_it(logged_first):
     known = calibrated()
     assert not judge(known, 0.01, 0.0)
     measured = known.plan
     for _ in range(WATCH_STEPS):
-        known.judge(0.01, LONG_S)
+        known.judge(known.plan, 0.01, LONG_S)
     assert known.wants_log(missed=False)
-    other = chain([4 * MIB] * 8, [1e-2] * 8)
     if logged_first:
         learn(known)
+        assert known.plan is not measured
     for _ in range(CALIBRATION_STEPS):
-        learn(known, other)
+        learn(known, OTHER)
         learn(known)
-    assert known.plan is measured and known.settled
+    assert known.plan is not measured and not known.settled
+    assert not judge(known, 0.01, 0.0)
+    assert known.settled
 
 
 def test_the_whole_of_a_forward_alone_is_looked_for_but_not_for_ever():
@@ -307,7 +312,7 @@ def test_trials_end_within_the_steps_that_are_said():
         if known.wants_log(missed=False):
             learn(known)
         else:
-            known.judge(0.0, 100.0)
+            known.judge(known.plan, 0.0, 100.0)
     assert known.settled
 
 
@@ -320,22 +325,52 @@ def test_without_a_choice_there_is_nothing_to_judge(what):
     assert known.plan is before
 
 
-def test_a_second_graph_ends_the_trials_with_the_best_of_them():
-    """Nobody knows any more whose seconds a step's were."""
-    known = recorded_again()
-    first = known.plan
-    assert judge(known, 0.0, 0.01)
-    assert judge(known, 0.0, 0.05)
-    assert known.plan is not first
-    other = chain([4 * MIB] * 8, [1e-2] * 8)
-    learn(known, other)
-    assert known.plans()[1][1] is first
-    before = [plan for _, plan in known.plans()]
-    assert not judge(known, 0.0, LONG_S)
-    assert [plan for _, plan in known.plans()] == before
-    for _ in range(CALIBRATION_STEPS - 1):
-        learn(known, other)
-    assert known.settled
+def plan_of(known: PlanCache, graph: StepGraph) -> Plan:
+    return next(plan for each, plan in known.plans() if each.fingerprint == graph.fingerprint)
+
+
+def test_of_several_graphs_each_has_trials_of_its_own():
+    """Their steps come in turns, and what one comes to counts for its own plan alone."""
+    graphs = [GRAPH, dataclasses.replace(GRAPH, fingerprint=100)]
+    known = PlanCache(plans=True, drops=True, swaps=True)
+    logged(known, graphs * (2 * CALIBRATION_STEPS))
+    first = [plan_of(known, graph) for graph in graphs]
+
+    def steps(waits: Sequence[float]) -> None:
+        for _ in range(TRIAL_STEPS):
+            for graph, wait_s in zip(graphs, waits, strict=True):
+                known.judge(plan_of(known, graph), 0.0, wait_s * graph.seconds)
+
+    steps([0.1, 0.0])  # the second is settled by that, and not looked at any more for now
+    logged(known, graphs * (2 * CALIBRATION_STEPS))  # the first is recorded once more
+    steps([0.2, 0.0])
+    second = [plan_of(known, graph) for graph in graphs]
+    assert second[0] is not first[0] and second[1] is first[1]
+    steps([0.3, 0.0])
+    steps([0.0, 0.0])
+    assert plan_of(known, graphs[1]) is first[1]
+    assert plan_of(known, graphs[0]) not in (first[0], second[0])
+    in_place = [plan_of(known, graph) for graph in graphs]
+    steps([0.3, 0.3])
+    assert [plan_of(known, graph) for graph in graphs] == in_place
+
+
+def test_without_time_a_graph_beside_others_stays_with_the_best_that_was_tried():
+    graphs = [GRAPH, dataclasses.replace(GRAPH, fingerprint=100)]
+    planning = PlanningTime(clock=lambda: 0.0)
+    known = PlanCache(plans=True, drops=True, swaps=True, planning=planning)
+    logged(known, graphs * (2 * CALIBRATION_STEPS))
+    for wait_s in (LONG_S, 2 * LONG_S):
+        before = plan_of(known, GRAPH)
+        for _ in range(TRIAL_STEPS):
+            known.judge(plan_of(known, GRAPH), 0.0, wait_s)
+        logged(known, graphs * (2 * CALIBRATION_STEPS))
+        planning.planned_beside(1000.0)
+    assert plan_of(known, GRAPH) is not before  # the first one
+    stays = plan_of(known, GRAPH)
+    for _ in range(TRIAL_STEPS):
+        assert not known.judge(stays, 0.0, 2 * LONG_S)
+    assert plan_of(known, GRAPH) is stays
 
 
 def test_the_same_values_saved_by_other_ops_are_another_graph():
@@ -346,7 +381,9 @@ def test_the_same_values_saved_by_other_ops_are_another_graph():
         assert known.wants_log(missed=False)
         for graph in (GRAPH, accumulating):
             learn(known, graph)
-    assert not known.wants_log(missed=False) and known.settled
+    assert not known.wants_log(missed=False)
+    assert [graph.op_name for graph, _ in known.plans()] == [accumulating.op_name, GRAPH.op_name]
+    assert not judge(known, 0.01, 0.0) and known.settled
 
 
 def logged(known: PlanCache, graphs: Sequence[StepGraph]) -> list[StepGraph]:
@@ -359,7 +396,7 @@ def logged(known: PlanCache, graphs: Sequence[StepGraph]) -> list[StepGraph]:
             learn(known, graph)
             found.append(graph)
         else:
-            known.tend(GRAPH.peak_bytes // 2)
+            known.tend(GRAPH.peak_bytes // 2, LINKS)
     return found
 
 

@@ -5,7 +5,10 @@ Covers a small network on the CPU pool. Does not cover: which of several plans s
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -47,7 +50,7 @@ def test_only_whole_steps_that_followed_the_plan_are_measured(ordinary, monkeypa
     )
     measured = []
     monkeypatch.setattr(
-        runtime.steps.plans, "judge", lambda *seconds: measured.append(seconds) or False
+        runtime.steps.plans, "judge", lambda _, *seconds: measured.append(seconds) or False
     )
     torch.manual_seed(0)
     model = Net()
@@ -148,3 +151,53 @@ def test_backward_outside_of_the_step_is_not_looked_for_in_it_for_ever(ordinary)
         model.zero_grad(set_to_none=True)
     assert not runtime.steps.plans.wants_log(missed=False, went_on=True)
     runtime.close()
+
+
+def gan_steps() -> list[Callable[[delta.Runtime], StepTotals]]:
+    """A step of each of two networks that train in turns, as those of a GAN do."""
+    models = [Net(), Net()]
+    models[1].layers = models[1].layers[2:]  # another graph
+    return [functools.partial(step, model=model) for model in models]
+
+
+def accumulation_steps() -> list[Callable[[delta.Runtime], StepTotals]]:
+    """Steps that add to gradients; before the first of them there are none, and its ops are others."""
+    model = Net()
+
+    def part(runtime: delta.Runtime, *, last: bool) -> StepTotals:
+        with runtime.step():
+            model(batch(0)).backward()
+        if last:
+            model.zero_grad(set_to_none=True)
+        return runtime.report().last
+
+    return [functools.partial(part, last=last) for last in (False, False, True)]
+
+
+@pytest.mark.parametrize("program", [gan_steps, accumulation_steps], ids=["gan", "accumulation"])
+def test_each_graph_of_several_is_judged_by_its_own_steps(ordinary, monkeypatch, program):
+    """Plans that reckon with faster lanes than there are wait at first; others come in their place."""
+    runtime = delta.Runtime(
+        budget(ordinary, 0.6), device="cpu", policy="auto", link_bytes_per_s=1e8
+    )
+    torch.manual_seed(0)
+    steps = program()
+    learn, runs = runtime.steps.plans.learn, collections.Counter()
+
+    def learn_of_fast_lanes(graph, budget_bytes, links):
+        key = (graph.fingerprint, graph.op_name)
+        runs[key] += 1
+        if runs[key] <= CALIBRATION_STEPS:
+            links = dataclasses.replace(links, out_bytes_per_s=1e11, in_bytes_per_s=1e11)
+        return learn(graph, budget_bytes, links)
+
+    monkeypatch.setattr(runtime.steps.plans, "learn", learn_of_fast_lanes)
+    costs: list[list[float]] = []
+    for _ in range(STEPS_TO_SETTLE + 4):
+        each = [take(runtime) for take in steps]
+        assert runtime.wait_for_plan()
+        costs.append([last.rebuild_s + last.out_stall_s + last.in_stall_s for last in each])
+    assert len(runs) == 2, "graphs"
+    runtime.close()
+    for of_step in zip(*costs, strict=True):
+        assert min(of_step[-4:]) < 0.2 * max(of_step), of_step

@@ -291,9 +291,14 @@ void bind_policy(SessionClass& c) {
            })
       .def("set_distance",
            [](Session& s, int d) { s.plans.set_distance(static_cast<Distance>(d)); })
-      .def("set_plans", [](Session& s, std::vector<std::shared_ptr<Plan>> plans) {
+      .def("set_plans",
+           [](Session& s, std::vector<std::shared_ptr<Plan>> plans) {
+             Guard guard(s.state.lock);
+             s.plans.set_plans(plans);
+           })
+      .def("followed_plan", [](Session& s) {
         Guard guard(s.state.lock);
-        s.plans.set_plans(plans);
+        return s.plans.followed();
       });
 }
 

@@ -46,6 +46,12 @@ void PlanTable::choose(const Plan* plan) {
   ++generation_;
 }
 
+int64_t PlanTable::followed() const {
+  const auto at = std::find_if(plans_.begin(), plans_.end(),
+                               [&](const auto& plan) { return plan.get() == plan_; });
+  return diverged_ || at == plans_.end() ? -1 : at - plans_.begin();
+}
+
 // From here on in this step values leave when room is needed, as they do without a plan.
 void PlanTable::miss() {
   ++counters_.plan_misses;
