@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 import delta_runtime as delta
 from delta_runtime.known_step import CALIBRATION_STEPS
@@ -156,7 +157,7 @@ def test_backward_outside_of_the_step_is_not_looked_for_in_it_for_ever(ordinary)
 def gan_steps() -> list[Callable[[delta.Runtime], StepTotals]]:
     """A step of each of two networks that train in turns, as those of a GAN do."""
     models = [Net(), Net()]
-    models[1].layers = models[1].layers[2:]  # another graph
+    models[1].layers[0] = nn.Sequential(models[1].layers[0], nn.ReLU())  # another graph
     return [functools.partial(step, model=model) for model in models]
 
 
