@@ -36,8 +36,9 @@ int64_t Eviction::look_ahead(int64_t need_bytes) {
   if (room <= 0) {
     return 0;
   }
-  return std::max<int64_t>(
-      0, room - kTuning.slack_bytes - make_room(room, /*inside_allocation=*/false));
+  // Of what is withheld nobody has to go without.
+  const int64_t freed = make_room(room, /*inside_allocation=*/false);
+  return std::max<int64_t>(0, room - kTuning.slack_bytes - account_.withheld_bytes() - freed);
 }
 
 bool Eviction::rescue(int64_t need_bytes, int attempt) {
@@ -46,6 +47,7 @@ bool Eviction::rescue(int64_t need_bytes, int attempt) {
     return false;
   }
   const bool all = attempt > 0;
+  account_.note_refused();
   const int64_t freed = evict(all ? std::numeric_limits<int64_t>::max() / 4 : need_bytes,
                               /*inside_allocation=*/false, /*tells=*/false);
   await_all_streams(options_.device);  // what they still used is free behind this
@@ -219,8 +221,9 @@ int64_t Eviction::evict(int64_t bytes, bool inside_allocation, bool tells) {
     counters_.rescued_bytes += freed;
     events_.emit(EventKind::Rescue, nullptr, bytes, 0);
   }
-  if (freed < bytes && tells) {
-    note_shortfall(bytes - freed);
+  const int64_t missing = bytes - freed - account_.withheld_bytes();
+  if (missing > 0 && tells) {
+    note_shortfall(missing);
   }
   return freed;
 }

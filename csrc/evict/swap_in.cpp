@@ -182,15 +182,15 @@ c10::Storage SwapIn::bring_back(Page& page) {
 }
 
 void SwapIn::tend_lanes(int64_t need_bytes) {
-  const int64_t budget = options_.budget_bytes;
   tiers_.grow();
   std::vector<c10::intrusive_ptr<Page>> wanted;
   {
     Guard guard(lock_);
     tiers_.reap();
     tiers_.write_back_queued();
-    wanted = tiers_.wanted_back(
-        budget > 0 ? budget - account_.live_bytes() - need_bytes - kTuning.slack_bytes : budget);
+    const int64_t limit = options_.budget_bytes - account_.withheld_bytes();
+    const int64_t room = limit - account_.live_bytes() - need_bytes - kTuning.slack_bytes;
+    wanted = tiers_.wanted_back(options_.budget_bytes > 0 ? room : 0);
   }
   int64_t begun = 0;
   for (auto& page : wanted) {

@@ -34,10 +34,18 @@ int64_t Account::live_bytes() const {
   return device_bytes(options_.device).live;
 }
 
+void Account::note_refused() {
+  const int64_t budget = options_.budget_bytes;
+  const int64_t left = std::max(budget / 2, live_bytes());
+  if (budget - left > withheld_bytes()) {
+    withheld_bytes_.store(budget - left, std::memory_order_relaxed);
+  }
+}
+
 int64_t Account::limit_bytes() const {
   const int64_t passed =
       options_.device.is_cpu() ? cpu_pool::passed_bytes() + uncounted_bytes_ : boundary_peak_bytes_;
-  return std::max(options_.budget_bytes, passed);
+  return std::max(options_.budget_bytes, passed) - withheld_bytes();
 }
 
 int64_t Account::step_peak_bytes() const {
@@ -59,6 +67,7 @@ void Account::begin_step() {
   uncharge_tick_ = now_.tick;
   uncounted_peak_bytes_ = 0;
   boundary_peak_bytes_ = 0;
+  withheld_bytes_.store(0, std::memory_order_relaxed);
   if (options_.device.is_cpu()) {
     cpu_pool::reset_step_peak();
   }

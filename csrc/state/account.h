@@ -28,10 +28,18 @@ class Account {
       : options_(options), now_(now), entered_(entered) {}
 
   int64_t live_bytes() const;
-  int64_t limit_bytes() const;      // what is kept to: the budget, or what had to be passed already
+  // What is kept to: the budget, or what had to be passed already; less what is withheld.
+  int64_t limit_bytes() const;
   int64_t step_peak_bytes() const;  // the most that was live in this step
   // Of sources that the pool does not own: older, or foreign memory.
   int64_t uncounted_bytes() const { return uncounted_bytes_; }
+
+  // By how much less is to live than the budget, since the device refused memory in this step.
+  int64_t withheld_bytes() const { return withheld_bytes_.load(std::memory_order_relaxed); }
+  // The device, as its allocator has cut it up, had no room beside what lives now. For the rest of
+  // the step no more than that is to live: what came back would find no room either, and would be
+  // in the way of others. At the least half of the budget may live.
+  void note_refused();
 
   void set_budget(int64_t bytes);
   void hold(int64_t bytes) { uncounted_bytes_ = bytes; }  // for the runtime itself, from the start
@@ -54,7 +62,8 @@ class Account {
   const std::atomic<bool>& entered_;
   int64_t uncounted_bytes_ = 0;
   int64_t uncounted_peak_bytes_ = 0;  // of the step, until something was no longer charged
-  int64_t boundary_peak_bytes_ = 0;   // of an accelerator: the highest at a boundary of this step
+  std::atomic<int64_t> withheld_bytes_{0};
+  int64_t boundary_peak_bytes_ = 0;  // of an accelerator: the highest at a boundary of this step
   std::vector<c10::intrusive_ptr<Page>> charged_lately_;
   int64_t uncharge_tick_ = 0;  // when they are looked through next
 };
