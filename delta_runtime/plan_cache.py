@@ -9,6 +9,12 @@ Note: plans that are made beside training
      measured for `plan_trials`.
   2. `take_made` puts it in place, between two steps. It is for the graph as it was when it was begun: a
      graph that was recorded anew since then for a reason gets another one.
+
+Note: graphs that save the same values
+  1. Steps that differ in backward alone, as where gradients are added to, follow the plan of the one of them that was
+     recorded last. It is judged by steps of its own graph; the plans of the others are not followed.
+  2. A graph whose values are the first ones of a longer one, recorded later, follows the longer one's plan, and is not
+     judged.
 """
 
 from __future__ import annotations
@@ -288,6 +294,8 @@ class PlanCache:
             if self._comes_in_turn(known):
                 known.times_left -= 1
                 self._to_log = len(self._known) + 1
+            elif self._waits_in_vain(known):
+                known.settle()
             self._improve(known, self.limit_bytes(budget_bytes), links)
         return limit_bytes != self.limit_bytes(budget_bytes) or any(
             each.plan is not plan for each, plan in zip(self._known.values(), plans, strict=True)
@@ -295,9 +303,22 @@ class PlanCache:
 
     def _comes_in_turn(self, known: KnownStep) -> bool:
         """Whether a step was logged too seldom because others, with which it comes in turn, were logged enough."""
+        return self._is_short(known) and known.times_left > 0 and not self._forgot
+
+    def _waits_in_vain(self, known: KnownStep) -> bool:
+        """Whether a plan was to be tried that is made from one more record, for which nobody looks any more."""
+        looked_for = known.times_left > 0 and not self._forgot
+        return self._is_short(known) and not looked_for and known.trials.any
+
+    def _is_short(self, known: KnownStep) -> bool:
         latest = next(reversed(self._known.values()))
         short = len(known.graph.uses) > 0 and known.runs < CALIBRATION_STEPS
-        return short and known is not latest and known.times_left > 0 and not self._forgot
+        return short and known is not latest
+
+    def is_of_last(self, graph: StepGraph) -> bool:
+        """Whether this is the record of steps like the last one."""
+        known = self._of(self._last) if self._last is not None else None
+        return known is not None and known.graph is graph
 
     def _of(self, cost: StepCost) -> KnownStep | None:
         """Return what is known of a step that was not recorded."""
@@ -407,8 +428,6 @@ class PlanCache:
         return True
 
     def _put_in_place(self, known: KnownStep, begun: _Begun, plan: Plan, seconds: float) -> None:
-        if begun.trial and known.trials.settled:
-            return  # meanwhile another one was chosen
         known.plan, known.refusal = plan, None
         if begun.trial:
             if begun.only_if_s is not None and plan.predicted_seconds > begun.only_if_s:
@@ -475,7 +494,7 @@ class PlanCache:
         """Take in what the final plan of a graph has cost, and try another where that pays.
 
         A new plan takes as long to make as the first one; see `plan_trials`. Beside other graphs, which want plans
-        too, it is tried only where there is time for it.
+        too, one that asks less of the lanes is tried only where there is time for it.
 
         Args:
             plan: that a whole step followed.

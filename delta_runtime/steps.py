@@ -485,6 +485,8 @@ class Steps:
         if not 0 <= at < len(self._following):
             return None
         graph, plan = self._following[at]
+        if not self.plans.is_of_last(graph):
+            return None
         whole = last.plan_hits >= len(graph.saved) and last.managed_unpacks >= len(graph.uses)
         return plan if whole else None
 

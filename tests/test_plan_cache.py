@@ -355,6 +355,30 @@ def test_of_several_graphs_each_has_trials_of_its_own():
     assert [plan_of(known, graph) for graph in graphs] == in_place
 
 
+def test_a_graph_that_is_to_be_recorded_again_and_is_not_stays_with_what_was_measured():
+    """Beside more graphs than are remembered none is waited for."""
+    known = PlanCache(plans=True, drops=True, swaps=True)
+    for index in range(MOST_GRAPHS + 1):
+        learn(known, dataclasses.replace(GRAPH, fingerprint=100 + index))
+    first, second = (dataclasses.replace(GRAPH, fingerprint=500 + index) for index in range(2))
+    for graph in (first, second):
+        for _ in range(CALIBRATION_STEPS):
+            learn(known, graph)
+    waits = plan_of(known, first)
+    for _ in range(TRIAL_STEPS):
+        known.judge(waits, 0.0, LONG_S)
+    assert logged(known, [first, second] * 10) == []
+    assert plan_of(known, first) is waits
+    assert judged_again(known, waits), "it is watched"
+
+
+def judged_again(known: PlanCache, plan: Plan) -> bool:
+    """Whether the plan is looked at: it is left where each step waits longer than before."""
+    for _ in range(WATCH_STEPS):
+        known.judge(plan, 0.0, 2 * LONG_S)
+    return any(each.runs < CALIBRATION_STEPS for each in known._known.values() if each.plan is plan)
+
+
 def test_without_time_a_graph_beside_others_stays_with_the_best_that_was_tried():
     graphs = [GRAPH, dataclasses.replace(GRAPH, fingerprint=100)]
     planning = PlanningTime(clock=lambda: 0.0)

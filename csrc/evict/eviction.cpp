@@ -36,9 +36,8 @@ int64_t Eviction::look_ahead(int64_t need_bytes) {
   if (room <= 0) {
     return 0;
   }
-  // Of what is withheld nobody has to go without.
-  const int64_t freed = make_room(room, /*inside_allocation=*/false);
-  return std::max<int64_t>(0, room - kTuning.slack_bytes - account_.withheld_bytes() - freed);
+  return std::max<int64_t>(
+      0, room - kTuning.slack_bytes - make_room(room, /*inside_allocation=*/false));
 }
 
 bool Eviction::rescue(int64_t need_bytes, int attempt) {
@@ -47,7 +46,9 @@ bool Eviction::rescue(int64_t need_bytes, int attempt) {
     return false;
   }
   const bool all = attempt > 0;
-  account_.note_refused();
+  if (!all) {
+    account_.note_refused();
+  }
   const int64_t freed = evict(all ? std::numeric_limits<int64_t>::max() / 4 : need_bytes,
                               /*inside_allocation=*/false, /*tells=*/false);
   await_all_streams(options_.device);  // what they still used is free behind this
@@ -221,9 +222,8 @@ int64_t Eviction::evict(int64_t bytes, bool inside_allocation, bool tells) {
     counters_.rescued_bytes += freed;
     events_.emit(EventKind::Rescue, nullptr, bytes, 0);
   }
-  const int64_t missing = bytes - freed - account_.withheld_bytes();
-  if (missing > 0 && tells) {
-    note_shortfall(missing);
+  if (freed < bytes && tells) {
+    note_shortfall(bytes - freed);
   }
   return freed;
 }

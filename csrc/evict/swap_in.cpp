@@ -188,8 +188,7 @@ void SwapIn::tend_lanes(int64_t need_bytes) {
     Guard guard(lock_);
     tiers_.reap();
     tiers_.write_back_queued();
-    const int64_t limit = options_.budget_bytes - account_.withheld_bytes();
-    const int64_t room = limit - account_.live_bytes() - need_bytes - kTuning.slack_bytes;
+    const int64_t room = account_.room_for_returns() - need_bytes - kTuning.slack_bytes;
     wanted = tiers_.wanted_back(options_.budget_bytes > 0 ? room : 0);
   }
   int64_t begun = 0;

@@ -84,6 +84,9 @@ bool PlanActions::bring(Page& page) {
   if (!copied) {
     return rebuild(page);
   }
+  if (account_.withholds_room() && account_.room_for_returns() < page.bytes) {
+    return false;
+  }
   const bool room = options_.budget_bytes == 0 || eviction_.look_ahead(page.bytes) == 0;
   return room && swap_in_.begin(page, /*prefetch=*/true);
 }

@@ -34,18 +34,22 @@ int64_t Account::live_bytes() const {
   return device_bytes(options_.device).live;
 }
 
+int64_t Account::room_for_returns() const {
+  return options_.budget_bytes - withheld_bytes() - live_bytes();
+}
+
 void Account::note_refused() {
   const int64_t budget = options_.budget_bytes;
-  const int64_t left = std::max(budget / 2, live_bytes());
-  if (budget - left > withheld_bytes()) {
-    withheld_bytes_.store(budget - left, std::memory_order_relaxed);
+  const int64_t withheld = std::min(budget / 2, budget - live_bytes());
+  if (withheld > withheld_bytes()) {
+    withheld_bytes_.store(withheld, std::memory_order_relaxed);
   }
 }
 
 int64_t Account::limit_bytes() const {
   const int64_t passed =
       options_.device.is_cpu() ? cpu_pool::passed_bytes() + uncounted_bytes_ : boundary_peak_bytes_;
-  return std::max(options_.budget_bytes, passed) - withheld_bytes();
+  return std::max(options_.budget_bytes, passed);
 }
 
 int64_t Account::step_peak_bytes() const {

@@ -28,17 +28,16 @@ class Account {
       : options_(options), now_(now), entered_(entered) {}
 
   int64_t live_bytes() const;
-  // What is kept to: the budget, or what had to be passed already; less what is withheld.
-  int64_t limit_bytes() const;
+  int64_t limit_bytes() const;      // what is kept to: the budget, or what had to be passed already
   int64_t step_peak_bytes() const;  // the most that was live in this step
   // Of sources that the pool does not own: older, or foreign memory.
   int64_t uncounted_bytes() const { return uncounted_bytes_; }
 
-  // By how much less is to live than the budget, since the device refused memory in this step.
-  int64_t withheld_bytes() const { return withheld_bytes_.load(std::memory_order_relaxed); }
-  // The device, as its allocator has cut it up, had no room beside what lives now. For the rest of
-  // the step no more than that is to live: what came back would find no room either, and would be
-  // in the way of others. At the least half of the budget may live.
+  // For what comes back before anybody asks for it. Once the device has refused memory, no more is
+  // to live by that in the rest of the step than lived then, or half of the budget: what came back
+  // would fill a device that its allocator has cut up, and the next op would find no room either.
+  int64_t room_for_returns() const;
+  bool withholds_room() const { return withheld_bytes() > 0; }
   void note_refused();
 
   void set_budget(int64_t bytes);
@@ -57,6 +56,8 @@ class Account {
   void uncharge_gone();
 
  private:
+  int64_t withheld_bytes() const { return withheld_bytes_.load(std::memory_order_relaxed); }
+
   SessionOptions& options_;
   const Progress& now_;
   const std::atomic<bool>& entered_;

@@ -20,7 +20,7 @@ class PlanTable : public Part {
   void set_plans(const std::vector<std::shared_ptr<Plan>>& plans);  // latest first
   void begin_step();
   bool following() const { return plan_ != nullptr; }  // whether this step goes by one
-  // Which of the plans this step has gone by from its first value on; -1: none, or several.
+  // Which of the plans this step goes by at its end, if it has missed none; -1: none.
   int64_t followed() const;
   // Whether it is carried out as written, which ends with the first value that it does not know.
   // Asked without the lock too.

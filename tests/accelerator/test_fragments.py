@@ -96,7 +96,7 @@ def test_reserved_bytes_come_to_fit_the_budget(segments, device, controls):
 
 
 def test_a_device_as_large_as_the_budget_soon_needs_hardly_any_rescue(segments, device, controls):
-    came_to: dict[str, float] = {}
+    came_to: dict[str, tuple[int, int]] = {}
     for name in MODELS:
         wanted, peak_bytes = ordinary(name, device, controls)
         budget_bytes = int(0.6 * peak_bytes)
@@ -107,9 +107,10 @@ def test_a_device_as_large_as_the_budget_soon_needs_hardly_any_rescue(segments, 
         release(controls)
         assert_same_bits(bits, wanted, name)
         early, late = sum(rescues[:LATE]), sum(rescues[-LATE:])
-        assert early >= 3, "else there was nothing to do"
-        came_to[name] = late / early
-    assert sum(each <= 0.3 for each in came_to.values()) >= len(MODELS) - 1, came_to
+        assert early > 0, "else there was nothing to do"
+        came_to[name] = (late, early)
+    late, early = (sum(each) for each in zip(*came_to.values(), strict=True))
+    assert early >= LATE and late <= 0.3 * early, came_to
 
 
 @pytest.mark.parametrize("name", ["lstm", "t5"])
@@ -123,11 +124,46 @@ def test_a_step_does_not_fill_the_device_again_once_it_was_refused_memory(
     runtime = delta.Runtime(budget_bytes, device=str(device), policy="auto", min_bytes=0)
     with contextlib.closing(runtime):
         bits, _, rescues = train(name, device, runtime, steps=2)
-        last = runtime.report().last
     release(controls)
     assert_same_bits(bits, wanted, name)
     assert 1 <= rescues[0] <= 20
-    assert last.prefetch_vain <= 2 * last.prefetch_hits + 20
+
+
+@pytest.mark.parametrize("policy", ["recompute", "auto"])
+def test_a_refused_request_costs_the_rest_of_the_step_nothing(policy, device, controls):
+    """Such as a probe for memory that the program catches: what backward needs runs again once, not n times."""
+    if not controls.simulated:
+        pytest.skip("a card's segments are larger than this network")
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(24))).to(device)
+    x = torch.randn(256, 64).to(device)
+
+    def step(probe_bytes: int) -> None:
+        layers.zero_grad(set_to_none=True)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            torch.empty(probe_bytes, dtype=torch.uint8, device=device)
+        h = x
+        for layer in layers:
+            h = torch.tanh(layer(h))
+        h.sum().backward()
+
+    release(controls)
+    torch.accelerator.reset_peak_memory_stats()
+    step(0)
+    peak_bytes = int(torch.accelerator.max_memory_allocated())
+    budget_bytes = int(0.7 * peak_bytes)
+    release(controls)
+    controls.capacity(budget_bytes)
+    runtime = delta.Runtime(budget_bytes, device=str(device), policy=policy, min_bytes=0)
+    with contextlib.closing(runtime):
+        for _ in range(4):
+            with runtime.step():
+                step(int(0.97 * budget_bytes))
+            runtime.wait_for_plan()
+            last = runtime.report().last
+            assert last.rescues > 0, "else nothing was refused"
+            assert last.replayed_ops <= 4 * len(layers)
+    release(controls)
 
 
 def test_what_others_take_between_steps_costs_nothing_for_long(segments, device, controls):
