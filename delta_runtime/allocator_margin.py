@@ -29,7 +29,7 @@ from collections.abc import Callable
 _BEFORE_JUDGED = 2  # steps of a plan
 _PATIENCE = 8  # steps in which a plan for the new margin is waited for
 _LEAST_LESS, _MOST_LESS = 0.01, 0.2  # of what lives, at a time
-_LESS_FOR_RETRY, _MOST_FOR_RETRIES = 0.04, 0.1  # for each of a step, and for all
+_LESS_FOR_RETRY, _MOST_FOR_RETRIES = 0.04, 0.1  # for each of a step's few, and for all
 _UNPLANNED_RETRIES = 8  # steps without a plan in which the device had no more, before they count
 _ABOVE_LEAST = 1.01
 _MOST_SHARE = 0.5  # of the budget
