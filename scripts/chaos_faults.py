@@ -51,8 +51,9 @@ _RUNS_S = 10.0
 _LESS = {DROPPED: (0.45, 0.55), HOST: (0.2, 0.25), DISK: (0.15, 0.175)}
 """How much of what the step needs fits into the smaller device. At 0.4, 0.15 and 0.1 steps die: all that may leave
 has left then, and in a first step what an op of the program's own made may not."""
-_LESS_ON_ACCELERATORS = {**_LESS, DISK: _LESS[HOST]}
-"""There the two ways are alike: at 0.175 steps die by both."""
+_LESS_ON_ACCELERATORS = {**_LESS, DROPPED: (0.45, 0.5), DISK: _LESS[HOST]}
+"""There the ways to host and disk are alike: at 0.175 steps die by both. At 0.55 what is dropped may be enough late in
+backward."""
 _SLOW_BYTES_PER_S = 2e7
 
 
