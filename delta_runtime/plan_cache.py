@@ -527,12 +527,6 @@ class PlanCache:
             self._try(known, None, only_if_s=known.trials.least_s)
         return known.plan is not plan
 
-    def record_again(self) -> None:
-        """Have the next step of the latest graph logged, and its plan made anew; without effect where none is known."""
-        latest = next(reversed(self._known.values()), None)
-        if latest is not None:
-            latest.record_again()
-
     def _try(self, known: KnownStep, links: Links | None, only_if_s: float | None = None) -> None:
         known.links = links
         begun = _Begun(self._key_of(known), known.budget_bytes, trial=True, only_if_s=only_if_s)

@@ -21,6 +21,7 @@ from delta_runtime.plan_trials import TRIAL_STEPS
 from delta_runtime.report.step_report import StepTotals
 from tests.support.bitwise import Snapshot
 from tests.support.fixtures import one_thread  # noqa: F401
+from tests.support.plans import record_again
 from tests.support.swapping import Net, batch, budget, ordinary_run
 
 pytestmark = pytest.mark.timeout(120)
@@ -119,7 +120,7 @@ def test_a_forward_alone_is_no_step_of_its_own(ordinary, monkeypatch, first):
     known = runtime.steps.plans
     assert len(known.plans()) == 1
     assert len(runtime.graph().uses) > 0
-    known.record_again()
+    record_again(known)
     for _ in range(2):
         step(runtime, model, backward=False)
         assert known.wants_log(missed=False)
@@ -193,12 +194,26 @@ def test_each_graph_of_several_is_judged_by_its_own_steps(ordinary, monkeypatch,
         return learn(graph, budget_bytes, links)
 
     monkeypatch.setattr(runtime.steps.plans, "learn", learn_of_fast_lanes)
+    judge, judged, graph_now = runtime.steps.plans.judge, [], [0]
+
+    def note_judged(plan, *seconds):
+        judged.append((plan, graph_now[0]))
+        return judge(plan, *seconds)
+
+    monkeypatch.setattr(runtime.steps.plans, "judge", note_judged)
     costs: list[list[float]] = []
     for _ in range(STEPS_TO_SETTLE + 4):
-        each = [take(runtime) for take in steps]
+        each = []
+        for number, take in enumerate(steps):
+            graph_now[0] = min(number, 1)  # the second step and the third are of one graph
+            each.append(take(runtime))
         assert runtime.wait_for_plan()
         costs.append([last.rebuild_s + last.out_stall_s + last.in_stall_s for last in each])
     assert len(runs) == 2, "graphs"
+    graphs_of = collections.defaultdict(set)
+    for plan, graph in judged:
+        graphs_of[id(plan)].add(graph)
+    assert all(len(graphs) == 1 for graphs in graphs_of.values())
     runtime.close()
     for of_step in zip(*costs, strict=True):
         assert min(of_step[-4:]) < 0.2 * max(of_step), of_step

@@ -35,6 +35,7 @@ from delta_runtime.plans_beside import PlansBeside
 from tests.support.fixtures import one_thread  # noqa: F401
 from tests.support.large_graphs import large_graph
 from tests.support.nets import net
+from tests.support.plans import record_again
 from tests.support.step_graphs import chain
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -285,9 +286,9 @@ def test_a_graph_that_was_recorded_again_meanwhile_gets_another_plan(gate):
         assert plans.wait() and known.take_made()
     assert known.settled or known.plan is not None
     gate.is_open.clear()
-    known.record_again()
+    record_again(known)
     known.learn(GRAPH, BUDGET_BYTES)
-    known.record_again()
+    record_again(known)
     gate.is_open.set()
     assert plans.wait() and known.take_made()
     assert not known.settled and known.wants_log(missed=False)

@@ -46,7 +46,7 @@ bool Eviction::rescue(int64_t need_bytes, int attempt) {
     return false;
   }
   const bool all = attempt > 0;
-  if (!all) {
+  if (!all) {  // nothing has left for it yet
     account_.note_refused();
   }
   const int64_t freed = evict(all ? std::numeric_limits<int64_t>::max() / 4 : need_bytes,

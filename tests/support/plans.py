@@ -10,9 +10,15 @@ from delta_runtime.core.events import Exit
 from delta_runtime.core.plan import NEVER, Interval, Plan
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
+from delta_runtime.plan_cache import PlanCache
 from delta_runtime.planners.validate import InvalidPlan, Verdict, validate
 
 Intervals = list[Interval]
+
+
+def record_again(cache: PlanCache) -> None:
+    """Have the next step of the latest graph logged, and its plan made anew, as where it came to wait for lanes."""
+    next(reversed(cache._known.values())).record_again()
 
 
 def planned(graph: StepGraph, changes: dict[int, Intervals], *, as_written: bool = True) -> Plan:
