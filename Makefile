@@ -19,7 +19,7 @@ DEMO_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 BUILD_INPUTS := setup.py pyproject.toml $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h)
-CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h tests/support/*/*.cpp)
+CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h tests/support/*/*.cpp tests/support/*/*.h)
 
 # No model or dataset is downloaded, and no budget of the caller's shell leaks into what is measured.
 export HF_HUB_OFFLINE := 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import psutil
@@ -15,7 +14,6 @@ from delta_runtime.core.errors import UsageError
 from delta_runtime.extension import _C
 
 _AUTO_MARGIN = 0.05
-_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def resolve_device(name: str | None) -> torch.device:
@@ -61,12 +59,6 @@ def core_idles(device: torch.device) -> Callable[[], bool]:
     if device.type != "cpu":
         return lambda: cores >= 2
     return lambda: cores >= 1 + torch.get_num_threads()
-
-
-def segments_expand() -> bool:
-    """Whether the environment asks CUDA's allocator for segments that grow, which hardly leave fragments."""
-    settings = (os.environ.get(name, "") for name in _ALLOCATOR_SETTINGS)
-    return any("expandable_segments:true" in each.replace(" ", "").lower() for each in settings)
 
 
 def resolve_budget(config: Config, device: torch.device) -> int:

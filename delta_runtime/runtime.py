@@ -41,8 +41,9 @@ from delta_runtime.core.events import PROFILE_DTYPE, Place
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import RecordedOn, StepGraph
 from delta_runtime.core.units import BudgetSpec, BytesSpec, format_bytes
-from delta_runtime.device import resolve_budget, resolve_device, segments_expand
+from delta_runtime.device import resolve_budget, resolve_device
 from delta_runtime.extension import _C, shielded
+from delta_runtime.growing_segments import let_segments_grow, segments_expand
 from delta_runtime.online.policies import Policy, Stress, get_policy
 from delta_runtime.report.step_figures import metrics, status
 from delta_runtime.report.step_plot import LiveBytes
@@ -142,6 +143,8 @@ class Runtime:
         try:
             below = {Place.SWAPPED} if tiers else set()
             self.policy = policy = policy.on(frozenset({Place.DROPPED} | below))
+            if policy.evicts_to:
+                let_segments_grow(self.device)
             self.session = self._new_session(config, policy, tiers)
         finally:
             tiers.close()  # the session has a descriptor of its own by now

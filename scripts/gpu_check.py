@@ -90,6 +90,11 @@ PARTS: tuple[Part, ...] = (
         dry=(*PYTEST, "tests/accelerator/test_rescue.py", "tests/accelerator/test_idle_steps.py"),
     ),
     Part(
+        "fragments",
+        (*PYTEST, "tests/accelerator/test_fragments.py"),
+        dry=(*PYTEST, "tests/accelerator/test_fragments.py", "-k", "grow"),
+    ),
+    Part(
         "faults",
         (*CHAOS, "--seeds", "5"),
         dry=(*CHAOS, "--seeds", "1", "--only", "less memory", "compute late", "other stream"),

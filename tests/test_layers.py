@@ -60,6 +60,7 @@ LAYERS = {
     "act": _layer("core config extension _C", "numpy torch psutil", lazy="cupy cupyx"),
     "cpu_pool": _layer("core extension _C", "numpy torch"),
     "device": _layer("core config extension _C", "torch psutil"),
+    "growing_segments": _layer(packages="torch"),
     "pump": _layer("core act extension online record _C", "numpy"),
     "torch_hooks": _layer("core extension optimizer_hooks raw_access saved_leaves _C", "torch"),
     "failed_backward": _layer(packages="torch"),

@@ -2,7 +2,7 @@
 
 On the simulated accelerator its segments are smaller by 64, so that these models, which take 10 to 25 MB, stand for
 some of 600 to 1,600. Does not cover: models that need nearly all of the budget at the least, or whose steps differ,
-which cannot spare what fragments take; `expandable_segments`, which only a card has.
+which cannot spare what fragments take, unless segments grow by pages.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 import delta_runtime as delta
 from delta_runtime.allocator_margin import AllocatorMargin
+from delta_runtime.growing_segments import segments_expand
 from tests.accelerator.conftest import Controls
 from tests.accelerator.test_first_steps import release
 from tests.support.bitwise import Snapshot, assert_same_bits, gradients, prefixed
@@ -27,6 +28,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.filterwarni
 SCALE = 64
 STEPS = 50
 LATE = 5  # steps by whose time all is settled
+SCALE_OF_GROWING = (
+    128  # models of 8 to 12 MB stand for some of 1 to 1.5 GB, next to which a page is small
+)
 MODELS = ("gpt2_eager", "bert", "inplace_resnet", "custom_functions")
 
 
@@ -127,6 +131,57 @@ def test_a_step_does_not_fill_the_device_again_once_it_was_refused_memory(
     release(controls)
     assert_same_bits(bits, wanted, name)
     assert 1 <= rescues[0] <= 20
+
+
+@pytest.mark.parametrize("name", ["mamba", "whisper"])
+def test_segments_that_grow_leave_room_where_cut_ones_do_not(name, segments, device, controls):
+    """From the first step on, on a device as large as the budget, at which cut segments let an op die."""
+    wanted, peak_bytes = ordinary(name, device, controls, steps=2)
+    budget_bytes = int(0.6 * peak_bytes)
+
+    def trained() -> Snapshot:
+        controls.capacity(budget_bytes)
+        runtime = delta.Runtime(budget_bytes, device=str(device), policy="auto", min_bytes=0)
+        try:
+            with contextlib.closing(runtime):
+                return train(name, device, runtime, steps=2)[0]
+        finally:
+            release(controls)
+
+    controls.fake.set_segments(SCALE_OF_GROWING)
+    with pytest.raises(torch.OutOfMemoryError):
+        trained()
+    release(controls)
+    controls.fake.set_segments(SCALE_OF_GROWING, expandable=True)
+    assert_same_bits(trained(), wanted, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
+def test_every_model_trains_from_its_first_step_on_where_segments_grow(
+    name, segments, device, controls
+):
+    wanted, peak_bytes = ordinary(name, device, controls, steps=4)
+    budget_bytes = int(0.6 * peak_bytes)
+    controls.fake.set_segments(SCALE_OF_GROWING, expandable=True)
+    controls.capacity(budget_bytes)
+    runtime = delta.Runtime(budget_bytes, device=str(device), policy="auto", min_bytes=0)
+    with contextlib.closing(runtime):
+        bits, reserved, _ = train(name, device, runtime, steps=4)
+    release(controls)
+    assert_same_bits(bits, wanted, name)
+    assert max(reserved) <= budget_bytes
+
+
+def test_a_runtime_has_the_segments_of_a_card_grow(device, controls):
+    if controls.simulated:
+        pytest.skip("its segments grow where a test says so")
+    if not segments_expand():
+        pytest.skip("this card's segments do not grow, or somebody has said that they must not")
+    with delta.Runtime("95%", device=str(device)).step():
+        held = torch.empty(64 << 20, dtype=torch.uint8, device=device)
+    grown = [each for each in torch.cuda.memory_snapshot() if each["is_expandable"]]
+    assert any(each["allocated_size"] >= held.nbytes for each in grown)
 
 
 @pytest.mark.parametrize("policy", ["recompute", "auto"])

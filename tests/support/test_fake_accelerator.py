@@ -379,6 +379,75 @@ def check_memory_statistics(fake: FakeAccelerator) -> None:
     assert torch.accelerator.memory_allocated() == base
 
 
+def filled(count: int, value: int) -> torch.Tensor:
+    return torch.full((count,), value, dtype=torch.uint8, device="fake")
+
+
+def same_all_over(tensor: torch.Tensor) -> bool:
+    """Looked at on the host, which takes no memory of the device."""
+    host = tensor.cpu()
+    return bool(host.eq(host[0]).all())
+
+
+def check_cut_segments_stay_whole_for_one_tensor(fake: FakeAccelerator) -> None:
+    torch.accelerator.empty_cache()
+    base = torch.accelerator.memory_reserved()
+    fake.set_segments(1024)
+    big, small = filled(8192, 1), filled(2048, 2)
+    assert torch.accelerator.memory_reserved() == base + 20480, "both lie on one segment"
+    del big
+    torch.accelerator.empty_cache()
+    assert torch.accelerator.memory_reserved() == base + 20480
+    assert same_all_over(small)
+    del small
+    torch.accelerator.empty_cache()
+    assert torch.accelerator.memory_reserved() == base
+
+
+def check_segments_that_grow_give_back_pages(fake: FakeAccelerator) -> None:
+    torch.accelerator.empty_cache()
+    base = torch.accelerator.memory_reserved()
+    fake.set_segments(1024, expandable=True)
+    page = 20480
+    parts = [filled(page, index) for index in range(8)]
+    assert torch.accelerator.memory_reserved() == base + 8 * page
+    # Every second page comes free, and goes back; what is asked for next goes behind all of them, or into one of them.
+    del parts[::2]
+    torch.accelerator.empty_cache()
+    assert torch.accelerator.memory_reserved() == base + 4 * page
+    larger, equal = filled(2 * page, 20), filled(page, 21)
+    assert torch.accelerator.memory_reserved() == base + 7 * page
+    assert equal.data_ptr() < parts[0].data_ptr() < larger.data_ptr()
+    # A page that something small lies on stays. What is free before and behind it joins what follows.
+    del parts[0], larger
+    small = filled(2048, 22)
+    torch.accelerator.empty_cache()
+    assert [int(each[0]) for each in (*parts, equal, small)] == [3, 5, 7, 21, 22]
+    assert all(same_all_over(each) for each in (*parts, equal, small))
+    assert torch.accelerator.memory_reserved() == base + 5 * page
+    del parts, equal, small
+    torch.accelerator.empty_cache()
+    assert torch.accelerator.memory_reserved() == base
+
+
+def check_segments_that_grow_stop_at_the_capacity(fake: FakeAccelerator) -> None:
+    torch.accelerator.empty_cache()
+    fake.set_segments(1024, expandable=True)
+    page = 20480
+    fake.set_capacity(torch.accelerator.memory_reserved() + 4 * page)
+    parts = [filled(page, index) for index in range(4)]
+    with pytest.raises(torch.OutOfMemoryError):
+        filled(page, 9)
+    del parts[1:3]  # two pages beside each other, which are not given back: they serve it
+    parts.append(filled(2 * page, 4))
+    assert [int(each[-1]) for each in parts] == [0, 3, 4]
+    del parts[1]
+    with pytest.raises(torch.OutOfMemoryError):
+        filled(2 * page, 9)
+    parts.append(filled(page, 5))
+    assert all(same_all_over(each) for each in parts)
+
+
 def check_capacity(fake: FakeAccelerator) -> None:
     torch.accelerator.empty_cache()
     base = torch.accelerator.memory_reserved()
@@ -449,6 +518,7 @@ def run_checks() -> None:
             fake.set_copy_bytes_per_s(0)
             fake.set_poison(True)
             fake.set_capacity(0)
+            fake.set_segments(0)
         print(json.dumps({"check": name, "error": error}), flush=True)
     leave_work_behind(fake)
 

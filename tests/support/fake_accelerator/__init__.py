@@ -61,13 +61,15 @@ class FakeAccelerator:
         """The size of the device's memory in bytes, cached blocks included; 0: no limit."""
         self._native.set_capacity(capacity)
 
-    def set_segments(self, scale: int) -> None:
+    def set_segments(self, scale: int, expandable: bool = False) -> None:
         """How memory is taken from the system: 0: each block by itself. Else as by CUDA's caching allocator.
 
         Its segments (2 MiB for what is up to 1 MiB, 20 MiB for what is below 10 MiB, whole multiples of 2 MiB above)
-        are cut up and joined again; all these sizes are divided by `scale`. What is cached is given back first.
+        are cut up and joined again; all these sizes are divided by `scale`. With `expandable` the segments grow and
+        shrink by pages of 2 MiB for what is up to 1 MiB, and of 20 MiB for the rest, divided likewise. What is cached
+        is given back first.
         """
-        self._native.set_segments(scale)
+        self._native.set_segments(scale, expandable)
 
     def refuse_allocation(self, after: int) -> None:
         """Let the allocation after so many more find no memory, once; negative: let all find what there is."""

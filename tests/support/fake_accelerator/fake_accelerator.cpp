@@ -50,12 +50,13 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <thread>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
+
+#include "segments.h"
 
 namespace fake {
 namespace {
@@ -63,8 +64,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
-constexpr size_t kRounding = 512;
-constexpr size_t kAlignment = 256;
 constexpr size_t kTotalWithoutCapacity = size_t{64} << 30;
 std::atomic<int64_t> host_waits{0};  // for the device, that a real one would make its host do too
 
@@ -304,50 +303,6 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 // -------------------------------------------------------------------------------------- allocator
 
-// How memory is taken from the system and cut up. By default a segment is one block, and serves
-// requests of its own size alone. Otherwise as by CUDA's caching allocator, whose sizes are divided
-// by `scale` so that small models show what large ones do there.
-struct Segments {
-  size_t scale = 0;
-
-  bool cuts() const { return scale > 0; }
-  bool is_small(size_t bytes) const { return cuts() && bytes <= of(1 << 20); }
-  size_t bytes_for(size_t bytes) const {
-    if (!cuts()) return bytes;
-    if (is_small(bytes)) return of(2 << 20);
-    if (bytes < of(10 << 20)) return of(20 << 20);
-    return (bytes + of(2 << 20) - 1) / of(2 << 20) * of(2 << 20);
-  }
-  bool is_cut(size_t bytes, size_t rest) const {
-    return cuts() && (is_small(bytes) ? rest >= kRounding : rest > of(1 << 20));
-  }
-
- private:
-  size_t of(size_t bytes) const { return bytes / scale; }
-};
-
-// A part of a segment, between two others of it.
-struct Piece {
-  char* data = nullptr;
-  size_t bytes = 0;
-  c10::StreamId stream = 0;  // where it was allocated
-  bool small = false;        // its segment serves small requests
-  bool free = false;
-  int64_t turn = 0;  // when it became free
-  Piece* before = nullptr;
-  Piece* after = nullptr;
-};
-
-// What is free of a stream. With segments that are not cut the last one freed is the first one used
-// again; otherwise the smallest that does, and of those the first in memory.
-struct FirstFit {
-  bool operator()(const Piece* a, const Piece* b) const {
-    const auto key = [](const Piece* p) { return std::make_tuple(p->stream, p->small, p->bytes); };
-    if (key(a) != key(b)) return key(a) < key(b);
-    return a->turn != b->turn ? a->turn > b->turn : a->data < b->data;
-  }
-};
-
 struct Block {
   Piece* piece = nullptr;
   std::vector<c10::StreamId> users;  // named by record_stream
@@ -366,10 +321,9 @@ class Allocator final : public c10::DeviceAllocator {
       std::lock_guard<std::mutex> lock(mutex_);
       if (refuses_in_ >= 0 && refuses_in_-- == 0) refuse(bytes);
       process_pending();
-      Piece* piece = from_cache(bytes);
+      Piece* piece = segments_.from_cache(bytes, current_id);
       if (piece == nullptr) piece = from_system(bytes);
-      cut(*piece, bytes);
-      piece->free = false;
+      segments_.cut(*piece, bytes);
       data = piece->data;
       bytes = piece->bytes;  // with a rest that is too small to be cut off
       live_[data].piece = piece;
@@ -435,10 +389,10 @@ class Allocator final : public c10::DeviceAllocator {
     capacity_ = bytes;
   }
 
-  void set_segments(size_t scale) {
+  void set_segments(size_t scale, bool expandable) {
     std::lock_guard<std::mutex> lock(mutex_);
     drop_cache();
-    segments_.scale = scale;
+    segments_.set(scale, expandable);
   }
 
   void refuse_in(int64_t allocations) {
@@ -475,8 +429,29 @@ class Allocator final : public c10::DeviceAllocator {
     c10::reportMemoryUsageToProfiler(data, bytes, allocated, reserved, the_device());
   }
 
-  bool fits(size_t bytes) const {
-    return capacity_ == 0 || stats_.reserved_bytes[0].current + bytes <= capacity_;
+  // What the system has left.
+  size_t most_bytes() const {
+    if (capacity_ == 0) return std::numeric_limits<size_t>::max();
+    return capacity_ - std::min(capacity_, segments_.reserved_bytes());
+  }
+
+  Piece* from_system(size_t bytes) {
+    Piece* piece = segments_.from_system(bytes, current_id, most_bytes());
+    if (piece == nullptr) {
+      ++stats_.num_alloc_retries;
+      drop_cache();
+      piece = segments_.from_system(bytes, current_id, most_bytes());
+    }
+    if (piece == nullptr) refuse(bytes);
+    count_reserved();
+    return piece;
+  }
+
+  void count_reserved() {
+    auto& counted = stats_.reserved_bytes[0];
+    const auto bytes = static_cast<int64_t>(segments_.reserved_bytes());
+    if (bytes > counted.current) counted.increase(static_cast<size_t>(bytes - counted.current));
+    if (bytes < counted.current) counted.decrease(static_cast<size_t>(counted.current - bytes));
   }
 
   [[noreturn]] void refuse(size_t bytes) {
@@ -488,82 +463,13 @@ class Allocator final : public c10::DeviceAllocator {
     std::abort();  // for compilers that do not see that the line above throws
   }
 
-  Piece* from_cache(size_t bytes) {
-    Piece least;
-    least.stream = current_id;
-    least.small = segments_.is_small(bytes);
-    least.bytes = bytes;
-    least.turn = std::numeric_limits<int64_t>::max();
-    const auto found = cache_.lower_bound(&least);
-    if (found == cache_.end()) return nullptr;
-    Piece* piece = *found;
-    if (piece->stream != least.stream || piece->small != least.small) return nullptr;
-    if (!segments_.cuts() && piece->bytes != bytes) return nullptr;
-    cache_.erase(found);
-    return piece;
-  }
-
-  Piece* from_system(size_t asked) {
-    const size_t bytes = segments_.bytes_for(asked);
-    if (!fits(bytes)) {
-      ++stats_.num_alloc_retries;
-      drop_cache();
-    }
-    void* data = nullptr;
-    if (!fits(bytes) || posix_memalign(&data, kAlignment, bytes) != 0) refuse(bytes);
-    stats_.reserved_bytes[0].increase(bytes);
-    auto* piece = new Piece;
-    piece->data = static_cast<char*>(data);
-    piece->bytes = bytes;
-    piece->stream = current_id;
-    piece->small = segments_.is_small(asked);
-    return piece;
-  }
-
-  // Leaves what is too much to the cache, where it is worth it.
-  void cut(Piece& piece, size_t bytes) {
-    if (!segments_.is_cut(bytes, piece.bytes - bytes)) return;
-    auto* rest = new Piece(piece);
-    rest->data += bytes;
-    rest->bytes -= bytes;
-    rest->before = &piece;
-    if (rest->after != nullptr) rest->after->before = rest;
-    piece.after = rest;
-    piece.bytes = bytes;
-    put_into_cache(*rest);
-  }
-
-  void put_into_cache(Piece& piece) {
-    piece.free = true;
-    piece.turn = segments_.cuts() ? 0 : ++turn_;
-    cache_.insert(&piece);
-  }
-
-  // Makes one of a piece and the one behind it.
-  static void join(Piece& piece) {
-    Piece* gone = piece.after;
-    piece.bytes += gone->bytes;
-    piece.after = gone->after;
-    if (piece.after != nullptr) piece.after->before = &piece;
-    delete gone;
-  }
-
   // Memory goes back to the system only when no stream has anything left to do, as with cudaFree.
   void drop_cache() {
     synchronize_device();
     process_pending();
     synchronize_device();  // for the poison of what was pending
-    for (auto entry = cache_.begin(); entry != cache_.end();) {
-      Piece* piece = *entry;
-      if (piece->before != nullptr || piece->after != nullptr) {
-        ++entry;  // a part of its segment is in use
-        continue;
-      }
-      entry = cache_.erase(entry);
-      stats_.reserved_bytes[0].decrease(piece->bytes);
-      std::free(piece->data);
-      delete piece;
-    }
+    segments_.drop_cache();
+    count_reserved();
   }
 
   void free(void* data) {
@@ -597,17 +503,7 @@ class Allocator final : public c10::DeviceAllocator {
       const size_t bytes = piece.bytes;
       stream_of(piece.stream).enqueue([data, bytes] { std::memset(data, 0xFF, bytes); });
     }
-    Piece* whole = &piece;
-    if (whole->after != nullptr && whole->after->free) {
-      cache_.erase(whole->after);
-      join(*whole);
-    }
-    if (whole->before != nullptr && whole->before->free) {
-      whole = whole->before;
-      cache_.erase(whole);
-      join(*whole);
-    }
-    put_into_cache(*whole);
+    segments_.take_back(piece);
   }
 
   void process_pending() {
@@ -628,8 +524,6 @@ class Allocator final : public c10::DeviceAllocator {
   int64_t refuses_in_ = -1;  // allocations that go well before one does not; negative: all go well
   std::map<void*, Block> live_;
   Segments segments_;
-  std::set<Piece*, FirstFit> cache_;
-  int64_t turn_ = 0;
   std::list<Block> pending_;  // freed, but a recorded stream is not done
 };
 
@@ -1449,7 +1343,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     }
   });
   m.def("set_lateness", [](double seconds, int64_t id) { stream_of(id).lateness_s = seconds; });
-  m.def("set_segments", [](size_t scale) { allocator().set_segments(scale); });
+  m.def("set_segments",
+        [](size_t scale, bool expandable) { allocator().set_segments(scale, expandable); });
   m.def("set_lost", [](bool lost) { device_lost = lost; });
   m.def("delay", [](int64_t id, double seconds) {
     stream_of(id).enqueue([seconds] { sleep_for(seconds); });
