@@ -143,6 +143,8 @@ class Session:
         swap: bool = False,
         host_bytes: int = 0,
         link_bytes_per_s: float = 0.0,
+        copies_out: float = 1.0,
+        copies_in: float = 1.0,
         spill_file: int = -1,
         spill_bytes: int = 0,
         spill_direct: bool = False,

@@ -50,8 +50,8 @@ class Config:
         host_budget: most bytes of host memory to swap to; None for the default of the device.
         disk_budget: most bytes of disk to swap to; None for no disk, unless spill_dir is given.
         spill_dir: directory of the spill file; None for the default.
-        link_bytes_per_s: throttle of the virtual accelerator's lanes: bytes per second, or the
-            name of a profile. None for no throttle.
+        link_bytes_per_s: throttle of the lanes between a device and host memory: bytes per second, or
+            the name of a profile. None for no throttle.
         verify: which rebuilt values are compared with what was dropped: always | first | off.
         min_bytes: smaller saved tensors are left alone.
         strict: raise BudgetInfeasible where the budget cannot be met, instead of running over it.

@@ -75,7 +75,8 @@ class Runtime:
             an accelerator. On a CPU device this, or the next, makes the CPU pool stand in for one,
             with RAM outside of it as the host's.
         link_bytes_per_s: throttle of the lanes between the two: bytes per second, or a card's name
-            (``"pcie3"``, ``"pcie4"``, ``"pcie5"``, ``"c2c"``; see `delta_runtime.act.links`).
+            (``"pcie3"``, ``"pcie4"``, ``"pcie5"``, ``"c2c"``; see `delta_runtime.act.links`). An accelerator's link
+            gets slower by bytes that cross it more than once; its disk keeps its speed.
         disk_budget: most bytes of disk to swap to. With this, or the next, what host memory has no
             room for goes to a file, and on a CPU device without host memory below it, everything
             that is swapped. Its space is taken at once.
@@ -203,6 +204,8 @@ class Runtime:
             swap=swaps,
             host_bytes=tiers.host_bytes,
             link_bytes_per_s=tiers.link_bytes_per_s,
+            copies_out=tiers.copies_out,
+            copies_in=tiers.copies_in,
             spill_file=tiers.spill.descriptor if tiers.spill and swaps else -1,
             spill_bytes=tiers.spill.budget_bytes if tiers.spill else 0,
             spill_direct=bool(tiers.spill and tiers.spill.direct),

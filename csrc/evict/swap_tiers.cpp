@@ -47,8 +47,8 @@ void SwapTiers::open_below_accelerator() {
     host.store =
         std::make_shared<HostMemory>(options_.host_bytes - staging_bytes, options_.pinning);
     host.store->grow();
-    host.out = std::make_unique<StreamLane>(options_.device, spans_);
-    host.in = std::make_unique<StreamLane>(options_.device, spans_);
+    host.out = std::make_unique<StreamLane>(options_.device, spans_, options_.copies_out);
+    host.in = std::make_unique<StreamLane>(options_.device, spans_, options_.copies_in);
     tiers_.push_back(std::move(host));
   }
   if (spills) {

@@ -4,14 +4,17 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "tiers/stream_copy.h"
 #include "util/sabotage.h"
 
 namespace delta {
 
-StreamLane::StreamLane(c10::Device device, StreamSpans& spans)
+StreamLane::StreamLane(c10::Device device, StreamSpans& spans, double copies)
     : device_(device),
       spans_(spans),
+      copies_(copies),
       stream_(c10::impl::VirtualGuardImpl(device.type())
                   .getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
       process_(getpid()) {}
@@ -36,7 +39,13 @@ void StreamLane::copy(Transfer& transfer) {
   transfer.began.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
   transfer.after.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
   transfer.began->record(stream_);
-  queue_copy(stream_, transfer.memory, transfer.block->memory(), transfer.bytes, transfer.out);
+  void* host = transfer.block->memory();
+  queue_copy(stream_, transfer.memory, host, transfer.bytes, transfer.out);
+  auto again_bytes = static_cast<int64_t>((copies_ - 1) * static_cast<double>(transfer.bytes));
+  for (; again_bytes > 0; again_bytes -= transfer.bytes) {
+    const int64_t bytes = std::min(again_bytes, transfer.bytes);
+    queue_copy(stream_, transfer.memory, host, bytes, transfer.out);
+  }
   transfer.after->record(stream_);
 }
 

@@ -14,6 +14,8 @@
 //  4. A block of host memory goes back when the mark was reached, not when it was queued.
 //  5. A device that fails leaves no copy that anybody trusts: all that was under way has failed.
 //     The stream is waited for first, if it can be: what it still copies to is about to be freed.
+//  6. A lane that is to be slower than its link copies what it copies once more, from the same place
+//     to the same place, before it marks the end: nothing but the time changes.
 #pragma once
 
 #include <sys/types.h>
@@ -27,7 +29,8 @@ namespace delta {
 
 class StreamLane : public Lane {
  public:
-  StreamLane(c10::Device device, StreamSpans& spans);
+  // `copies`: how often each byte crosses the link; at least 1, and not whole where it need not be.
+  StreamLane(c10::Device device, StreamSpans& spans, double copies);
   ~StreamLane() override { StreamLane::stop(); }
 
   void submit(const TransferPtr& transfer) override;
@@ -45,6 +48,7 @@ class StreamLane : public Lane {
 
   const c10::Device device_;
   StreamSpans& spans_;
+  const double copies_;
   const c10::Stream stream_;
   const pid_t process_;  // a forked child has no device
   std::deque<TransferPtr> queue_;

@@ -1,8 +1,8 @@
-"""The virtual accelerator's link: how fast its lanes are, as bytes per second or by a card's name.
+"""How fast lanes are: the virtual accelerator's, or slower ones of a real one, in bytes per second or by a card's name.
 
 A profile keeps a real card's ratio of link bytes to compute: bytes that its link carries, in one
-direction, while the card does one FLOP in float32. On this machine the ratio is multiplied by what
-its cores really do, measured once by a matrix product. There swapping and recomputation trade off
+direction, while the card does one FLOP in float32. On the device at hand the ratio is multiplied by
+what it really does, measured once by a matrix product. There swapping and recomputation trade off
 as they do on the card.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -20,6 +20,7 @@ from delta_runtime.core.errors import UsageError
 
 _MEASURE_SIZE = 1024
 _MEASURE_ROUNDS = 6
+_COPIED_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,32 +53,59 @@ PROFILES: Mapping[str, LinkProfile] = MappingProxyType(
 )
 """Every profile, by name."""
 
-_measured: dict[int, float] = {}
+_CPU = torch.device("cpu")
+_flops: dict[tuple[torch.device, int], float] = {}
+_own_links: dict[torch.device, tuple[float, float]] = {}
 
 
-def flops_per_s() -> float:
-    """Return what this machine does in a float32 matrix product with its present number of threads.
+def flops_per_s(device: torch.device = _CPU) -> float:
+    """Return what a device does in a float32 matrix product, a CPU with its present number of threads.
 
-    Measured once for each number of threads (about 0.1 s): the best of a few rounds.
+    Measured once for each number of threads (about 0.1 s on a CPU): the best of a few rounds.
     """
-    threads = torch.get_num_threads()
-    if threads not in _measured:
+    key = (device, torch.get_num_threads() if device.type == "cpu" else 0)
+    if key not in _flops:
         n = _MEASURE_SIZE
-        a = torch.ones(n, n)
-        best = float("inf")
-        for _ in range(_MEASURE_ROUNDS):
-            begin = time.perf_counter()
-            torch.mm(a, a)
-            best = min(best, time.perf_counter() - begin)
-        _measured[threads] = 2 * n**3 / best
-    return _measured[threads]
+        a = torch.ones(n, n, device=device)
+        _flops[key] = 2 * n**3 / _best_seconds(lambda: torch.mm(a, a), device)
+    return _flops[key]
 
 
-def link_bytes_per_s(setting: float | str | None) -> float:
+def own_link_bytes_per_s(device: torch.device) -> tuple[float, float]:
+    """Return what an accelerator's link to pinned host memory carries, out and in, each by itself.
+
+    Measured once for each device, with 32 MiB there and here that are freed again: the best of a few rounds.
+    """
+    if device not in _own_links:
+        there = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
+        here = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+        out_s = _best_seconds(lambda: here.copy_(there, non_blocking=True), device)
+        in_s = _best_seconds(lambda: there.copy_(here, non_blocking=True), device)
+        _own_links[device] = (_COPIED_BYTES / out_s, _COPIED_BYTES / in_s)
+    return _own_links[device]
+
+
+def _best_seconds(work: Callable[[], object], device: torch.device) -> float:
+    def wait() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    best = float("inf")
+    for _ in range(_MEASURE_ROUNDS):
+        wait()
+        begin = time.perf_counter()
+        work()
+        wait()
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def link_bytes_per_s(setting: float | str | None, device: torch.device = _CPU) -> float:
     """Return the throttle of each lane in bytes per second; 0 for none.
 
     Args:
         setting: bytes per second, the name of a profile, or None.
+        device: whose compute a profile's ratio is multiplied with.
 
     Raises:
         UsageError: there is no such profile.
@@ -95,4 +123,4 @@ def link_bytes_per_s(setting: float | str | None) -> float:
             asked=repr(setting),
             change=f"{hint}Give bytes per second, or one of {', '.join(PROFILES)}.",
         )
-    return PROFILES[name].bytes_per_flop * flops_per_s()
+    return PROFILES[name].bytes_per_flop * flops_per_s(device)

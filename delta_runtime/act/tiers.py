@@ -3,7 +3,8 @@
 A CPU device is RAM itself, so there is no host memory below it unless it stands in for an
 accelerator: `host_budget` or `link_bytes_per_s` make it one (the virtual accelerator). Then the CPU
 pool is the device's memory and RAM outside of the pool is the host's. Below an accelerator there is
-pinned host memory. Disk lies below them all, where `disk_budget` or `spill_dir` ask for it.
+pinned host memory; its link is made slower by bytes that cross it more than once. Disk lies below
+them all, where `disk_budget` or `spill_dir` ask for it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from delta_runtime.act.links import link_bytes_per_s
+from delta_runtime.act.links import link_bytes_per_s, own_link_bytes_per_s
 from delta_runtime.act.spill import SpillFile, open_spill_file
 from delta_runtime.config import Config
 from delta_runtime.core.cgroup import cgroup_limit_bytes
@@ -22,6 +23,7 @@ from delta_runtime.core.errors import UsageError
 from delta_runtime.core.units import format_bytes
 
 _SHARE_OF_AVAILABLE = 0.5
+_AS_FAST = 1.1  # times a speed that was measured once
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +33,14 @@ class Tiers:
     Args:
         host_bytes: most bytes of host memory; 0 where there is no such tier.
         link_bytes_per_s: throttle of each direction; 0 for none.
+        copies_out, copies_in: how often each byte crosses an accelerator's link, so that it is no faster than that.
         spill: the file on disk; None where there is no such tier.
     """
 
     host_bytes: int = 0
     link_bytes_per_s: float = 0.0
+    copies_out: float = 1.0
+    copies_in: float = 1.0
     spill: SpillFile | None = None
 
     def close(self) -> None:
@@ -54,8 +59,8 @@ def open_tiers(config: Config, device: torch.device) -> Tiers:
     An accelerator has host memory below it without being asked.
 
     Raises:
-        UsageError: more host memory or disk than there is, no such profile or directory, or
-            something that this version has on the CPU device only. Nothing has been changed.
+        UsageError: more host memory or disk than there is, no such profile or directory, or a link
+            that is faster than the accelerator's own. Nothing has been changed.
     """
     asked = {
         name: value
@@ -63,19 +68,30 @@ def open_tiers(config: Config, device: torch.device) -> Tiers:
         if (value := getattr(config, name)) is not None
     }
     on_accelerator = device.type != "cpu"
-    if on_accelerator and "link_bytes_per_s" in asked:
-        raise UsageError(
-            "link_bytes_per_s: for the CPU device only, which it makes a virtual accelerator.",
-            asked=f"link_bytes_per_s={asked['link_bytes_per_s']!r} on {device}",
-            change="Leave it out: an accelerator's link is as fast as it is.",
-        )
     has_host = on_accelerator or "host_budget" in asked or "link_bytes_per_s" in asked
     host_bytes = _host_bytes(config.host_budget_bytes) if has_host else 0
-    link = link_bytes_per_s(config.link_bytes_per_s) if has_host else 0.0
+    link = link_bytes_per_s(config.link_bytes_per_s, device) if has_host else 0.0
+    copies = (1.0, 1.0)
+    if on_accelerator and link:
+        copies = _copies_for(link, own_link_bytes_per_s(device), config.link_bytes_per_s)
     spill = None
     if "disk_budget" in asked or "spill_dir" in asked:
         spill = open_spill_file(config.spill_dir, config.disk_budget_bytes)
-    return Tiers(host_bytes, link, spill)
+    return Tiers(host_bytes, link, *copies, spill)
+
+
+def _copies_for(
+    link: float, own: tuple[float, float], asked: float | str | None
+) -> tuple[float, float]:
+    """Return how often each byte is to cross an accelerator's own link, out and in."""
+    if link > _AS_FAST * min(own):
+        raise UsageError(
+            "link_bytes_per_s: faster than the accelerator's own link.",
+            asked=f"{asked!r}, {link / 1e9:.3g} GB/s",
+            found=f"{min(own) / 1e9:.3g} GB/s",
+            change="Give less, or leave it out for the link as it is.",
+        )
+    return max(1.0, own[0] / link), max(1.0, own[1] / link)
 
 
 def _host_bytes(asked_bytes: int | None) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import delta_runtime as delta
+from delta_runtime.act.links import PROFILES, flops_per_s, own_link_bytes_per_s
 from delta_runtime.online.policies import get_policy
 from tests.support.bitwise import Snapshot, assert_same_bits, freeze, prefixed
 from tests.support.managed import STREAM_SABOTAGES, poisoned_host_memory, sabotage
@@ -346,9 +347,36 @@ def test_the_budget_holds_where_looking_ahead_can_see(device, controls):
         runtime.close()
 
 
-def test_a_throttle_is_for_the_cpu_only(device, controls):
-    with pytest.raises(delta.UsageError, match="for the CPU device only"):
-        delta.Runtime("1GiB", device=str(device), link_bytes_per_s="pcie4")
+@pytest.mark.parametrize("times", [4.5, 20.0])
+def test_a_lane_keeps_to_its_throttle(device, controls, times):
+    """By bytes that cross the link again; what comes back is what went."""
+    expected = gradient(device, None)
+    link = min(own_link_bytes_per_s(device)) / times
+    runtime = swapper(device, link_bytes_per_s=link)
+    assert torch.equal(gradient(device, runtime), expected)
+    torch.accelerator.synchronize()
+    runtime.session.take_in_transfers()
+    for lane in ("out", "in"):
+        _, moved_bytes, busy_s, _ = runtime.session.tiers()[0][lane]
+        assert moved_bytes >= 5 << 20
+        assert 0.3 * link <= moved_bytes / busy_s <= 1.7 * link, "in the midst of other work"
+    runtime.close()
+
+
+def test_a_card_by_name_has_its_ratio_on_the_device_at_hand(device):
+    slowest = min(PROFILES, key=lambda name: PROFILES[name].bytes_per_flop)
+    wanted = PROFILES[slowest].bytes_per_flop * flops_per_s(device)
+    if wanted > min(own_link_bytes_per_s(device)):
+        pytest.skip("this device's own link is slower than that of any card")
+    runtime = swapper(device, link_bytes_per_s=slowest)
+    assert runtime.tiers.link_bytes_per_s == wanted
+    assert runtime.tiers.copies_out == own_link_bytes_per_s(device)[0] / wanted
+    runtime.close()
+
+
+def test_no_link_is_faster_than_its_own(device):
+    with pytest.raises(delta.UsageError, match="faster than the accelerator's own link"):
+        delta.Runtime("95%", device=str(device), link_bytes_per_s=1e15)
 
 
 @pytest.mark.filterwarnings("ignore:delta_runtime. copying:RuntimeWarning")
