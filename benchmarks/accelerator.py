@@ -6,6 +6,7 @@ A benchmark in three parts, for each model in one process:
   walls  the device made smaller (`set_per_process_memory_fraction` on CUDA): who trains three steps behind a wall of so
          many bytes, ordinary, with each peer, and with us.
   batch  the largest batch behind a wall, ordinary and with us, and the cost of a budget that never binds.
+The allocator's segments grow for all (`delta_runtime/growing_segments.py`), as they do from the first runtime on.
 Peers: torch.utils.checkpoint around every block; the same with the inputs of blocks in pinned host memory;
 torch.autograd.graph.save_on_cpu with pinned memory. Exits 1 if a policy of ours fails, but for want of room behind a
 wall, or if its peak is above its budget. Takes 1 to 3 minutes for each part and model on an H100-like card.
@@ -41,6 +42,7 @@ from torch.utils.checkpoint import checkpoint
 import delta_runtime as delta
 from benchmarks.common import BLOCKS, console, machine, words, write_json
 from delta_runtime.core.units import format_bytes, parse_bytes
+from delta_runtime.growing_segments import let_segments_grow
 from delta_runtime.report.step_report import StepTotals
 from scripts.workloads import Batch, byte_windows, digit_images
 
@@ -596,6 +598,7 @@ def main(argv: list[str] | None = None) -> int:
         device = Device(arguments.device)
     except RuntimeError as error:
         parser.exit(2, f"{error}\n")
+    let_segments_grow(device.torch)
     results: list[Any] = []
     for name in arguments.models:
         if arguments.part == "speed":

@@ -4,16 +4,18 @@ By default that allocator cuts up segments of a few sizes, and a segment stays w
 Inside a tight budget an op may then find no room with half of the device free in pieces. Segments that grow and shrink
 by pages leave few such pieces: tests/accelerator/test_fragments.py shows both.
 
-Covers whose word counts, and that a card which cannot do it is found out at once. Does not cover what is left to
+Covers whose word counts, and that a card whose driver cannot do it is left as it was. Does not cover what is left to
 fragments (allocator_margin.py).
 
 Note: who is left alone
-  1. Whoever names `expandable_segments` in PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF or in a call: their word counts.
+  1. Whoever names `expandable_segments` in PYTORCH_ALLOC_CONF, in PYTORCH_CUDA_ALLOC_CONF, or in the last call that
+     changed the allocator's settings: their word counts.
   2. Other allocators (`backend:cudaMallocAsync`, a pluggable one), ROCm, and WSL, whose driver may fail to map pages
      (https://github.com/pytorch/pytorch/issues/192330).
 Settings are the process's: they stay when the runtime is closed. What was allocated before stays where it is. Tensors
 on segments that grow cannot be handed to another process (CUDA IPC) where the system forbids `pidfd_getfd`, as many
-containers do; a training process that does so names `expandable_segments:False`.
+containers do, nor by libraries that ask CUDA itself for a handle. A training process that does so, or that brings an
+allocator of its own which needs segments as they were, names `expandable_segments:False`.
 """
 
 from __future__ import annotations
@@ -41,22 +43,22 @@ def let_segments_grow(
 
     Args:
         device: any; without effect where it is not a CUDA card.
-        allocate: what is tried on the card; an error of it takes the setting back, with a warning. None: a first
-            allocation on a stream of its own, which costs 2 MiB that stay in the allocator's cache.
+        allocate: what is tried on the card; an error of it takes the setting back, with a warning. None: an
+            allocation on a side stream, which costs 2 MiB that stay in the allocator's cache.
 
     Returns:
         Whether the setting is new.
     """
     if device.type != "cuda" or not _is_ours_to_set():
         return False
-    before = _settings()
-    _set(",".join(filter(None, [before, f"{_OPTION}:True"])))
+    before = _settings().strip(", ")
     try:
+        _set(_with(before, "True"))
         (allocate or _allocate)(device)
     except torch.OutOfMemoryError:
         pass  # the card is full, which says nothing about its driver
-    except RuntimeError as error:
-        _set(",".join(filter(None, [before, f"{_OPTION}:False"])))
+    except (RuntimeError, ValueError) as error:
+        _set(_with(before, "False"))
         warnings.warn(
             f"delta_runtime: segments of the allocator do not grow on this card ({error}); fragments cost more.",
             RuntimeWarning,
@@ -64,6 +66,10 @@ def let_segments_grow(
         )
         return False
     return True
+
+
+def _with(settings: str, word: str) -> str:
+    return ",".join(filter(None, [settings, f"{_OPTION}:{word}"]))
 
 
 def _is_ours_to_set() -> bool:
@@ -92,7 +98,7 @@ def _settings() -> str:
 
 
 def _set(settings: str) -> None:
-    """Replace all settings: what is not among them goes back to its default."""
+    """Replace the settings; of those that are not named again, some go back to their defaults."""
     torch._C._accelerator_setAllocatorSettings(settings)
 
 
@@ -105,6 +111,6 @@ def _words(settings: str) -> str:
 
 
 def _allocate(device: torch.device) -> None:
-    """On a stream that has nothing in the cache, so that the allocator has to ask the driver for pages."""
+    """On a stream that most likely has nothing in the cache, so that the allocator has to ask the driver for pages."""
     with torch.cuda.stream(torch.cuda.Stream(device)):
         torch.empty(1, dtype=torch.uint8, device=device)

@@ -98,12 +98,11 @@ class Pump:
             return Links()
         nearest = self._session.tiers()[0]
         throttle = self._tiers.link_bytes_per_s if nearest["tier"] == "host" else 0.0
-        exact = self._tiers.copies_out == 1.0 == self._tiers.copies_in  # else by a speed that was measured once
         speed = {}
         for name in ("out", "in"):
             _, bytes_, busy_s, _ = nearest[name]
             seen = bytes_ / busy_s if busy_s > 0 else 0.0
-            speed[name] = (throttle or seen) if exact else (seen or throttle)
+            speed[name] = (throttle or seen) if self._tiers.link_is_exact else (seen or throttle)
         return Links(
             out_bytes_per_s=speed["out"],
             in_bytes_per_s=speed["in"],

@@ -76,7 +76,7 @@ class Runtime:
             with RAM outside of it as the host's.
         link_bytes_per_s: throttle of the lanes between the two: bytes per second, or a card's name
             (``"pcie3"``, ``"pcie4"``, ``"pcie5"``, ``"c2c"``; see `delta_runtime.act.links`). An accelerator's link
-            gets slower by bytes that cross it more than once; its disk keeps its speed.
+            gets up to 64 times slower, by more bytes that cross it; its disk keeps its speed.
         disk_budget: most bytes of disk to swap to. With this, or the next, what host memory has no
             room for goes to a file, and on a CPU device without host memory below it, everything
             that is swapped. Its space is taken at once.
@@ -139,13 +139,13 @@ class Runtime:
         self.device = resolve_device(config.device)
         if self.device.type == "cpu":
             cpu_pool.install()
+        if policy.evicts_to:
+            let_segments_grow(self.device)
         self.budget_bytes = resolve_budget(config, self.device)
         self.tiers = tiers = open_tiers(config, self.device)
         try:
             below = {Place.SWAPPED} if tiers else set()
             self.policy = policy = policy.on(frozenset({Place.DROPPED} | below))
-            if policy.evicts_to:
-                let_segments_grow(self.device)
             self.session = self._new_session(config, policy, tiers)
         finally:
             tiers.close()  # the session has a descriptor of its own by now
@@ -204,8 +204,8 @@ class Runtime:
             swap=swaps,
             host_bytes=tiers.host_bytes,
             link_bytes_per_s=tiers.link_bytes_per_s,
-            copies_out=tiers.copies_out,
-            copies_in=tiers.copies_in,
+            crossings_out=tiers.crossings_out,
+            crossings_in=tiers.crossings_in,
             spill_file=tiers.spill.descriptor if tiers.spill and swaps else -1,
             spill_bytes=tiers.spill.budget_bytes if tiers.spill else 0,
             spill_direct=bool(tiers.spill and tiers.spill.direct),

@@ -92,7 +92,7 @@ PARTS: tuple[Part, ...] = (
     Part(
         "fragments",
         (*PYTEST, "tests/accelerator/test_fragments.py"),
-        dry=(*PYTEST, "tests/accelerator/test_fragments.py", "-k", "grow"),
+        dry=(*PYTEST, "tests/accelerator/test_fragments.py", "-k", "grow", "-m", "not slow"),
     ),
     Part(
         "faults",

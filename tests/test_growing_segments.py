@@ -35,10 +35,13 @@ def works(device: torch.device) -> None:
 def untold(monkeypatch) -> Iterator[None]:
     """The user has said nothing."""
     before = told()
+    monkeypatch.setattr(growing_segments.platform, "release", lambda: "6.8.0-generic")
+    monkeypatch.setattr(torch.version, "hip", None)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     tell("")
     yield
+    tell("expandable_segments:False")  # the others do not go back by themselves
     tell(before)
 
 
@@ -50,8 +53,9 @@ def test_a_card_whose_user_said_nothing_gets_segments_that_grow():
     assert told() == "expandable_segments:True"
 
 
-def test_what_else_the_user_has_set_stays():
-    tell("max_split_size_mb:300")
+@pytest.mark.parametrize("settings", ["max_split_size_mb:300", "max_split_size_mb:300,"])
+def test_what_else_the_user_has_set_stays(settings):
+    tell(settings)
     assert let_segments_grow(CARD, works)
     assert told() == "max_split_size_mb:300,expandable_segments:True"
 
@@ -69,6 +73,19 @@ def test_a_call_of_the_program_has_its_way():
     tell("expandable_segments:False")
     assert not let_segments_grow(CARD, works)
     assert told() == "expandable_segments:False"
+
+
+def test_settings_of_another_allocator_are_left_alone(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync")
+    assert not let_segments_grow(CARD, works)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
+    assert let_segments_grow(CARD, works)
+
+
+def test_cards_of_another_maker_are_left_alone(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not let_segments_grow(CARD, works)
+    assert told() == ""
 
 
 def test_other_allocators_are_left_alone(monkeypatch):

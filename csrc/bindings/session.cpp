@@ -139,8 +139,9 @@ void bind_counters(py::module_& m) {
 void bind_life(SessionClass& c) {
   c.def(py::init([](const std::string& device, int64_t budget_bytes, int64_t min_bytes, int verify,
                     int stress, uint64_t seed, bool drop, bool swap, int64_t host_bytes,
-                    double link_bytes_per_s, double copies_out, double copies_in, int spill_file, int64_t spill_bytes, bool spill_direct,
-                    py::object pin, py::object unpin) {
+                    double link_bytes_per_s, double crossings_out, double crossings_in,
+                    int spill_file, int64_t spill_bytes, bool spill_direct, py::object pin,
+                    py::object unpin) {
           SessionOptions options;
           options.device = c10::Device(device);
           options.budget_bytes = budget_bytes;
@@ -152,8 +153,8 @@ void bind_life(SessionClass& c) {
           options.swap = swap;
           options.host_bytes = host_bytes;
           options.link_bytes_per_s = link_bytes_per_s;
-          options.copies_out = copies_out;
-          options.copies_in = copies_in;
+          options.crossings_out = crossings_out;
+          options.crossings_in = crossings_in;
           options.spill_file = spill_file;
           options.spill_bytes = spill_bytes;
           options.spill_direct = spill_direct;
@@ -166,7 +167,7 @@ void bind_life(SessionClass& c) {
         py::arg("min_bytes") = 4096, py::arg("verify") = 1, py::arg("stress") = 0,
         py::arg("seed") = 0, py::arg("drop") = true, py::arg("swap") = false,
         py::arg("host_bytes") = 0, py::arg("link_bytes_per_s") = 0.0,
-        py::arg("copies_out") = 1.0, py::arg("copies_in") = 1.0, py::arg("spill_file") = -1,
+        py::arg("crossings_out") = 1.0, py::arg("crossings_in") = 1.0, py::arg("spill_file") = -1,
         py::arg("spill_bytes") = 0, py::arg("spill_direct") = false, py::arg("pin") = py::none(),
         py::arg("unpin") = py::none(),
         "The descriptor `spill_file` stays the caller's, who may close it after this.")

@@ -47,8 +47,16 @@ void SwapTiers::open_below_accelerator() {
     host.store =
         std::make_shared<HostMemory>(options_.host_bytes - staging_bytes, options_.pinning);
     host.store->grow();
-    host.out = std::make_unique<StreamLane>(options_.device, spans_, options_.copies_out);
-    host.in = std::make_unique<StreamLane>(options_.device, spans_, options_.copies_in);
+    const auto lane = [&](double crossings) {
+      std::shared_ptr<Block> unused;
+      if (crossings > 1) {
+        unused = host.store->allocate(StreamLane::kUnusedBytes);
+        TORCH_CHECK(unused, "host_budget: no room for what makes the link slower");
+      }
+      return std::make_unique<StreamLane>(options_.device, spans_, crossings, std::move(unused));
+    };
+    host.out = lane(options_.crossings_out);
+    host.in = lane(options_.crossings_in);
     tiers_.push_back(std::move(host));
   }
   if (spills) {

@@ -23,8 +23,8 @@ struct SessionOptions {
   bool swap = false;            // pages may be swapped
   int64_t host_bytes = 0;       // most host memory to swap to; 0: no such tier
   double link_bytes_per_s = 0;  // throttle of each direction below a CPU device; 0: none
-  double copies_out = 1;        // how often each byte crosses an accelerator's link to host memory,
-  double copies_in = 1;         // which makes it so many times slower
+  double crossings_out = 1;     // how often each byte crosses an accelerator's link to host memory,
+  double crossings_in = 1;      // which makes it so many times slower
   int spill_file = -1;          // descriptor of the file to swap to, behind host memory; -1: none.
                                 // It stays the caller's: the session makes one of its own
   int64_t spill_bytes = 0;      // most of it

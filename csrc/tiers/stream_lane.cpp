@@ -1,23 +1,31 @@
 #include "tiers/stream_lane.h"
 
+#include <ATen/Functions.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "tiers/stream_copy.h"
 #include "util/sabotage.h"
 
 namespace delta {
 
-StreamLane::StreamLane(c10::Device device, StreamSpans& spans, double copies)
+StreamLane::StreamLane(c10::Device device, StreamSpans& spans, double crossings,
+                       std::shared_ptr<Block> unused)
     : device_(device),
       spans_(spans),
-      copies_(copies),
+      crossings_(crossings),
+      unused_here_(std::move(unused)),
       stream_(c10::impl::VirtualGuardImpl(device.type())
                   .getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
-      process_(getpid()) {}
+      process_(getpid()) {
+  if (unused_here_) {
+    unused_there_ = at::empty({kUnusedBytes}, at::TensorOptions(device).dtype(at::kByte));
+  }
+}
 
 void StreamLane::copy(Transfer& transfer) {
   const c10::OptionalDeviceGuard device(device_);
@@ -39,14 +47,27 @@ void StreamLane::copy(Transfer& transfer) {
   transfer.began.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
   transfer.after.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);
   transfer.began->record(stream_);
-  void* host = transfer.block->memory();
-  queue_copy(stream_, transfer.memory, host, transfer.bytes, transfer.out);
-  auto again_bytes = static_cast<int64_t>((copies_ - 1) * static_cast<double>(transfer.bytes));
-  for (; again_bytes > 0; again_bytes -= transfer.bytes) {
-    const int64_t bytes = std::min(again_bytes, transfer.bytes);
-    queue_copy(stream_, transfer.memory, host, bytes, transfer.out);
+  queue_copy(stream_, transfer.memory, transfer.block->memory(), transfer.bytes, transfer.out);
+  if (unused_here_) {
+    queue_more(transfer);
   }
   transfer.after->record(stream_);
+}
+
+// So much that the link is busy as long as a slower one would be.
+void StreamLane::queue_more(const Transfer& transfer) {
+  void* there = transfer.memory;
+  void* here = transfer.block->memory();
+  int64_t most_bytes = transfer.bytes;
+  if (most_bytes < kUnusedBytes) {
+    there = unused_there_.mutable_data_ptr();
+    here = unused_here_->memory();
+    most_bytes = kUnusedBytes;
+  }
+  auto rest_bytes = static_cast<int64_t>((crossings_ - 1) * static_cast<double>(transfer.bytes));
+  for (; rest_bytes > 0; rest_bytes -= most_bytes) {
+    queue_copy(stream_, there, here, std::min(rest_bytes, most_bytes), transfer.out);
+  }
 }
 
 void StreamLane::submit(const TransferPtr& transfer) {
@@ -55,6 +76,11 @@ void StreamLane::submit(const TransferPtr& transfer) {
   try {
     copy(*transfer);
   } catch (const std::exception&) {
+    try {
+      stream_.synchronize();  // the first of several copies may be under way
+    } catch (const std::exception&) {
+      // Then nothing runs on it any more.
+    }
     transfer->error = kDeviceFailed;
     transfer->state.store(Transfer::State::Failed, std::memory_order_release);
     return;

@@ -14,13 +14,17 @@
 //  4. A block of host memory goes back when the mark was reached, not when it was queued.
 //  5. A device that fails leaves no copy that anybody trusts: all that was under way has failed.
 //     The stream is waited for first, if it can be: what it still copies to is about to be freed.
-//  6. A lane that is to be slower than its link copies what it copies once more, from the same place
-//     to the same place, before it marks the end: nothing but the time changes.
+//  6. A lane that is to be slower than its link copies more before it marks the end: the same once
+//     more, from the same place to the same place, or, where that is less than a megabyte, bytes
+//     that nobody needs. Each copy is queued under the session's lock: `crossings` is small.
 #pragma once
 
 #include <sys/types.h>
 
+#include <ATen/core/Tensor.h>
+
 #include <deque>
+#include <memory>
 
 #include "tiers/lanes.h"
 #include "tiers/stream_spans.h"
@@ -29,8 +33,10 @@ namespace delta {
 
 class StreamLane : public Lane {
  public:
-  // `copies`: how often each byte crosses the link; at least 1, and not whole where it need not be.
-  StreamLane(c10::Device device, StreamSpans& spans, double copies);
+  // `crossings`: how often each byte crosses the link; at least 1, and often no whole number.
+  // `unused`: host memory of kUnusedBytes for that, pinned; null where that is 1.
+  StreamLane(c10::Device device, StreamSpans& spans, double crossings = 1,
+             std::shared_ptr<Block> unused = nullptr);
   ~StreamLane() override { StreamLane::stop(); }
 
   void submit(const TransferPtr& transfer) override;
@@ -42,13 +48,18 @@ class StreamLane : public Lane {
   bool host_waits() const override { return false; }
   c10::StreamId stream_id() const override { return stream_.id(); }
 
+  static constexpr int64_t kUnusedBytes = 1 << 20;
+
  private:
+  void queue_more(const Transfer& transfer);
   void copy(Transfer& transfer);
   void fail_all() noexcept;  // under the mutex
 
   const c10::Device device_;
   StreamSpans& spans_;
-  const double copies_;
+  const double crossings_;
+  const std::shared_ptr<Block> unused_here_;
+  at::Tensor unused_there_;
   const c10::Stream stream_;
   const pid_t process_;  // a forked child has no device
   std::deque<TransferPtr> queue_;

@@ -1,4 +1,4 @@
-"""How fast lanes are: the virtual accelerator's, or slower ones of a real one, in bytes per second or by a card's name.
+"""The speed that lanes are to have, in bytes per second or by a card's name, below the CPU or an accelerator.
 
 A profile keeps a real card's ratio of link bytes to compute: bytes that its link carries, in one
 direction, while the card does one FLOP in float32. On the device at hand the ratio is multiplied by
@@ -8,9 +8,11 @@ as they do on the card.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -20,6 +22,8 @@ from delta_runtime.core.errors import UsageError
 
 _MEASURE_SIZE = 1024
 _MEASURE_ROUNDS = 6
+_LARGEST_SIZE = 8192
+_LONG_ENOUGH_S = 2e-3
 _COPIED_BYTES = 32 << 20
 
 
@@ -59,29 +63,63 @@ _own_links: dict[torch.device, tuple[float, float]] = {}
 
 
 def flops_per_s(device: torch.device = _CPU) -> float:
-    """Return what a device does in a float32 matrix product, a CPU with its present number of threads.
+    """Return what a device does in a float32 matrix product without tensor cores, a CPU with its present threads.
 
     Measured once for each number of threads (about 0.1 s on a CPU): the best of a few rounds.
     """
     key = (device, torch.get_num_threads() if device.type == "cpu" else 0)
     if key not in _flops:
-        n = _MEASURE_SIZE
-        a = torch.ones(n, n, device=device)
-        _flops[key] = 2 * n**3 / _best_seconds(lambda: torch.mm(a, a), device)
+        with _without_tensor_cores():
+            _flops[key] = _flops_of_products(device)
     return _flops[key]
+
+
+def _flops_of_products(device: torch.device) -> float:
+    """Of products so large that an accelerator's launch and the wait for it do not count."""
+    n = _MEASURE_SIZE
+    while True:
+        a = torch.ones(n, n, device=device)
+        seconds = _best_seconds(functools.partial(torch.mm, a, a), device)
+        if device.type == "cpu" or seconds >= _LONG_ENOUGH_S or n >= _LARGEST_SIZE:
+            return 2 * n**3 / seconds
+        n *= 2
+
+
+@contextlib.contextmanager
+def _without_tensor_cores() -> Iterator[None]:
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    products.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
 
 
 def own_link_bytes_per_s(device: torch.device) -> tuple[float, float]:
     """Return what an accelerator's link to pinned host memory carries, out and in, each by itself.
 
-    Measured once for each device, with 32 MiB there and here that are freed again: the best of a few rounds.
+    Measured once for each device, with 32 MiB there and here: the best of a few rounds. What is free in the
+    accelerator's cache is given back; the 32 MiB here stay with PyTorch's own pinned memory.
+
+    Raises:
+        UsageError: the accelerator has no 32 MiB left.
     """
     if device not in _own_links:
-        there = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
+        try:
+            there = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise UsageError(
+                "link_bytes_per_s: no room on the device to measure its own link.",
+                asked="32 MiB",
+                change="Make the runtime before the model, or leave it out.",
+            ) from error
         here = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
         out_s = _best_seconds(lambda: here.copy_(there, non_blocking=True), device)
         in_s = _best_seconds(lambda: there.copy_(here, non_blocking=True), device)
         _own_links[device] = (_COPIED_BYTES / out_s, _COPIED_BYTES / in_s)
+        del there
+        torch.accelerator.empty_cache()
     return _own_links[device]
 
 

@@ -3,7 +3,7 @@
 A CPU device is RAM itself, so there is no host memory below it unless it stands in for an
 accelerator: `host_budget` or `link_bytes_per_s` make it one (the virtual accelerator). Then the CPU
 pool is the device's memory and RAM outside of the pool is the host's. Below an accelerator there is
-pinned host memory; its link is made slower by bytes that cross it more than once. Disk lies below
+pinned host memory; its link is made slower by more bytes that cross it. Disk lies below
 them all, where `disk_budget` or `spill_dir` ask for it.
 """
 
@@ -24,6 +24,7 @@ from delta_runtime.core.units import format_bytes
 
 _SHARE_OF_AVAILABLE = 0.5
 _AS_FAST = 1.1  # times a speed that was measured once
+_MOST_CROSSINGS = 64  # the host queues a copy for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,17 @@ class Tiers:
     Args:
         host_bytes: most bytes of host memory; 0 where there is no such tier.
         link_bytes_per_s: throttle of each direction; 0 for none.
-        copies_out, copies_in: how often each byte crosses an accelerator's link, so that it is no faster than that.
+        link_is_exact: whether lanes keep to that throttle exactly; else it rests on a speed that was measured once.
+        crossings_out, crossings_in: how many bytes cross an accelerator's link for each that is swapped, which makes
+            it so many times slower.
         spill: the file on disk; None where there is no such tier.
     """
 
     host_bytes: int = 0
     link_bytes_per_s: float = 0.0
-    copies_out: float = 1.0
-    copies_in: float = 1.0
+    link_is_exact: bool = True
+    crossings_out: float = 1.0
+    crossings_in: float = 1.0
     spill: SpillFile | None = None
 
     def close(self) -> None:
@@ -59,8 +63,9 @@ def open_tiers(config: Config, device: torch.device) -> Tiers:
     An accelerator has host memory below it without being asked.
 
     Raises:
-        UsageError: more host memory or disk than there is, no such profile or directory, or a link
-            that is faster than the accelerator's own. Nothing has been changed.
+        UsageError: more host memory or disk than there is, no such profile or directory, a link that
+            is faster than the accelerator's own or far slower, or no room to measure that. Nothing
+            has been changed.
     """
     asked = {
         name: value
@@ -71,16 +76,16 @@ def open_tiers(config: Config, device: torch.device) -> Tiers:
     has_host = on_accelerator or "host_budget" in asked or "link_bytes_per_s" in asked
     host_bytes = _host_bytes(config.host_budget_bytes) if has_host else 0
     link = link_bytes_per_s(config.link_bytes_per_s, device) if has_host else 0.0
-    copies = (1.0, 1.0)
+    crossings = (1.0, 1.0)
     if on_accelerator and link:
-        copies = _copies_for(link, own_link_bytes_per_s(device), config.link_bytes_per_s)
+        crossings = _crossings_for(link, own_link_bytes_per_s(device), config.link_bytes_per_s)
     spill = None
     if "disk_budget" in asked or "spill_dir" in asked:
         spill = open_spill_file(config.spill_dir, config.disk_budget_bytes)
-    return Tiers(host_bytes, link, *copies, spill)
+    return Tiers(host_bytes, link, not on_accelerator, *crossings, spill)
 
 
-def _copies_for(
+def _crossings_for(
     link: float, own: tuple[float, float], asked: float | str | None
 ) -> tuple[float, float]:
     """Return how often each byte is to cross an accelerator's own link, out and in."""
@@ -90,6 +95,13 @@ def _copies_for(
             asked=f"{asked!r}, {link / 1e9:.3g} GB/s",
             found=f"{min(own) / 1e9:.3g} GB/s",
             change="Give less, or leave it out for the link as it is.",
+        )
+    if _MOST_CROSSINGS * link < max(own):
+        raise UsageError(
+            f"link_bytes_per_s: more than {_MOST_CROSSINGS} times slower than the accelerator's own link.",
+            asked=f"{asked!r}, {link / 1e9:.3g} GB/s",
+            found=f"{max(own) / 1e9:.3g} GB/s",
+            change="Give more.",
         )
     return max(1.0, own[0] / link), max(1.0, own[1] / link)
 

@@ -335,8 +335,8 @@ class StepReport:
         said = f" The allocator's fragments take {format_bytes(self.margin_bytes)} of the budget."
         if self.device.startswith("cuda") and not self.expandable:
             said += (
-                " With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment, before the program "
-                "starts, there are far fewer."
+                " Its segments do not grow: the environment or the program says so (expandable_segments), or the card "
+                "cannot. There are fewer fragments where they do."
             )
         return said
 

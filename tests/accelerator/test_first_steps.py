@@ -7,6 +7,7 @@ record that was made with room, and 2 % are above the capacity.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 
 import pytest
@@ -59,11 +60,14 @@ def release(controls: Controls) -> None:
     torch.accelerator.empty_cache()
 
 
-def reserved_bytes(name: str, device: torch.device, controls: Controls) -> tuple[int, Snapshot]:
+@functools.lru_cache(maxsize=1)
+def reserved_bytes(
+    name: str, device: torch.device, controls: Controls, steps: int = STEPS
+) -> tuple[int, Snapshot]:
     """What an ordinary step reserves at the most, and the bits of all of them."""
     release(controls)
     torch.accelerator.reset_peak_memory_stats()
-    wanted = train(name, device)
+    wanted = train(name, device, steps=steps)
     peak_bytes = int(torch.accelerator.max_memory_reserved())
     release(controls)
     return peak_bytes, wanted
@@ -76,7 +80,7 @@ def least_bytes(name: str, device: torch.device, controls: Controls) -> int:
         return bounds_of(runtime.graph()).least_bytes
 
 
-@pytest.mark.parametrize("share", [0.6, 0.4])
+@pytest.mark.parametrize("share", [0.6, 0.4])  # one after the other, by the same ordinary run
 @pytest.mark.parametrize("name", MODELS)
 def test_it_just_trains(device, controls, name, share):
     peak_bytes, wanted = reserved_bytes(name, device, controls)
@@ -101,7 +105,7 @@ def test_it_just_trains(device, controls, name, share):
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_rescued_where_looking_ahead_sees_no_need(device, controls, name):
     """A budget of twice what there is; and without rescue the first step dies."""
-    peak_bytes, wanted = reserved_bytes(name, device, controls)
+    peak_bytes, wanted = reserved_bytes(name, device, controls, steps=3)
 
     def train_blindly(steps: int) -> Snapshot:
         runtime = delta.Runtime(2 * peak_bytes, device=str(device), policy="auto", min_bytes=0)

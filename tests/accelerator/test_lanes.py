@@ -348,35 +348,50 @@ def test_the_budget_holds_where_looking_ahead_can_see(device, controls):
 
 
 @pytest.mark.parametrize("times", [4.5, 20.0])
-def test_a_lane_keeps_to_its_throttle(device, controls, times):
-    """By bytes that cross the link again; what comes back is what went."""
-    expected = gradient(device, None)
-    link = min(own_link_bytes_per_s(device)) / times
+@pytest.mark.parametrize("count", [1 << 18, 1 << 14], ids=["megabytes", "less"])
+def test_a_lane_keeps_to_its_throttle(device, controls, times, count):
+    """By more bytes that cross the link: copies of a given speed take so many times as long."""
+    x = torch.linspace(0, 1, count).to(device).requires_grad_()
+    chain_of_sines(x).backward()
+    expected, x.grad = x.grad, None
+    own = own_link_bytes_per_s(device)
+    link = min(own) / times
     runtime = swapper(device, link_bytes_per_s=link)
-    assert torch.equal(gradient(device, runtime), expected)
+    slow = 20e6
+    controls.slow_copies(slow)
+    loss = swap_out_a_graph(runtime, x)
+    with runtime.step():
+        loss.backward()
     torch.accelerator.synchronize()
     runtime.session.take_in_transfers()
-    for lane in ("out", "in"):
+    for lane, speed in zip(("out", "in"), own, strict=True):
         _, moved_bytes, busy_s, _ = runtime.session.tiers()[0][lane]
-        assert moved_bytes >= 5 << 20
-        assert 0.3 * link <= moved_bytes / busy_s <= 1.7 * link, "in the midst of other work"
+        assert moved_bytes >= 5 * x.nbytes
+        wanted = slow * link / speed if controls.simulated else link
+        most = (
+            0.06 if controls.simulated else 0.5
+        )  # a card's latency counts, and what else is on its link
+        assert moved_bytes / busy_s == pytest.approx(wanted, rel=most)
+    assert torch.equal(x.grad.cpu(), expected.cpu())
     runtime.close()
 
 
-def test_a_card_by_name_has_its_ratio_on_the_device_at_hand(device):
-    slowest = min(PROFILES, key=lambda name: PROFILES[name].bytes_per_flop)
-    wanted = PROFILES[slowest].bytes_per_flop * flops_per_s(device)
-    if wanted > min(own_link_bytes_per_s(device)):
-        pytest.skip("this device's own link is slower than that of any card")
-    runtime = swapper(device, link_bytes_per_s=slowest)
-    assert runtime.tiers.link_bytes_per_s == wanted
-    assert runtime.tiers.copies_out == own_link_bytes_per_s(device)[0] / wanted
-    runtime.close()
+def test_a_card_by_name_has_its_ratio_on_the_device_at_hand(device, controls):
+    own = own_link_bytes_per_s(device)
+    speeds = {name: each.bytes_per_flop * flops_per_s(device) for name, each in PROFILES.items()}
+    possible = [name for name in speeds if max(own) / 60 < speeds[name] < min(own)]
+    assert possible or not controls.simulated
+    for name in possible:
+        runtime = swapper(device, link_bytes_per_s=name)
+        assert runtime.tiers.link_bytes_per_s == speeds[name]
+        assert runtime.tiers.crossings_out == own[0] / speeds[name]
+        runtime.close()
 
 
-def test_no_link_is_faster_than_its_own(device):
-    with pytest.raises(delta.UsageError, match="faster than the accelerator's own link"):
-        delta.Runtime("95%", device=str(device), link_bytes_per_s=1e15)
+@pytest.mark.parametrize(("link", "why"), [(1e15, "faster than the"), (1e3, "64 times slower")])
+def test_a_link_that_it_cannot_have_is_refused(device, link, why):
+    with pytest.raises(delta.UsageError, match=why):
+        delta.Runtime("95%", device=str(device), link_bytes_per_s=link)
 
 
 @pytest.mark.filterwarnings("ignore:delta_runtime. copying:RuntimeWarning")

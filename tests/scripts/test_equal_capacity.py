@@ -39,7 +39,7 @@ def test_the_largest_that_fits(start: int, step: int, beyond: int) -> None:
 def test_at_equal_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_pool.install()
     monkeypatch.setitem(equal_capacity.SIZED, "tiny", TINY)
-    monkeypatch.setattr(equal_capacity, "_MOST_FACTOR", 8)
+    monkeypatch.setattr(equal_capacity, "_MOST_FACTOR", 5)
     monkeypatch.setattr(equal_capacity, "_BOUND_S", 0.1)
     record = Record(tmp_path / "out.jsonl", Trial, {"steps": 1})
     at = AtCapacity(TINY, None, 1)

@@ -53,7 +53,7 @@ def test_each_scenario_by_itself(scenario, recwarn):
     world = World(SEED)
     try:
         found = []
-        for turn in range(6):
+        for turn in range(5):
             world.runtime = delta.Runtime(
                 cpu_pool.allocated_bytes() + world.range_bytes // 2,
                 device="cpu",
@@ -61,7 +61,7 @@ def test_each_scenario_by_itself(scenario, recwarn):
             )
             run_step(world, scenario)
             world.end()
-            if turn in (1, 5):
+            if turn in (1, 4):
                 found.append(footprint())
         assert found[1].growth(found[0]) == []
     finally:

@@ -18,6 +18,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <map>
 #include <set>
@@ -75,7 +76,7 @@ class Segments {
     if (!serves(found)) return nullptr;
     if (!cuts() && (*found)->bytes != bytes) return nullptr;
     // A piece that could grow counts as large as it could become, so that it is used last.
-    for (auto next = std::next(found); (*found)->page_bytes > 0 && serves(next); ++next) {
+    for (auto next = std::next(found); cuts() && (*found)->page_bytes > 0 && serves(next); ++next) {
       if (bytes_to_come(**next) >= bytes_to_come(**found)) break;
       found = next;
     }
@@ -269,7 +270,7 @@ class Segments {
     gone->free = false;
     gone->mapped = false;
     reserved_bytes_ -= gone->bytes;
-    madvise(gone->data, gone->bytes, MADV_DONTNEED);  // who still reads it finds zeros
+    std::memset(gone->data, 0xFF, gone->bytes);  // who still reads it finds NaN
     if (gone->after != nullptr && !gone->after->mapped) join(*gone);
     if (gone->before != nullptr && !gone->before->mapped) join(*gone->before);
   }
