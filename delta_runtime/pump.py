@@ -102,7 +102,7 @@ class Pump:
         for name in ("out", "in"):
             _, bytes_, busy_s, _ = nearest[name]
             seen = bytes_ / busy_s if busy_s > 0 else 0.0
-            speed[name] = (throttle or seen) if self._tiers.link_is_exact else (seen or throttle)
+            speed[name] = (seen or throttle) if self._tiers.link_measured else (throttle or seen)
         return Links(
             out_bytes_per_s=speed["out"],
             in_bytes_per_s=speed["in"],

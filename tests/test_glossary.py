@@ -16,7 +16,7 @@ _PLAIN = """
     failures fallback falls file final finding first fits found free function hits host if in
     infeasible inplace input inputs ins interrupted invalid items key kind known label largest
     last late launched least leaves likely line lists live local lost lower made making memory
-    merged min mismatch mismatches misses missing modification movable name needs next not now
+    measured merged min mismatch mismatches misses missing modification movable name needs next not now
     number offsets on only optimizer ordinary out outcome outdated output outs over overdue
     parents peak per persistent planning possible predicted process publish queue queued rank
     ratios read reads record refusals repeats report rest result rises runs searched seconds

@@ -78,8 +78,9 @@ def _flops_of_products(device: torch.device) -> float:
     """Of products so large that an accelerator's launch and the wait for it do not count."""
     n = _MEASURE_SIZE
     while True:
-        a = torch.ones(n, n, device=device)
-        seconds = _best_seconds(functools.partial(torch.mm, a, a), device)
+        a, product = torch.ones(n, n, device=device), torch.empty(n, n, device=device)
+        # Into `product`, so that autocast leaves it alone.
+        seconds = _best_seconds(functools.partial(torch.mm, a, a, out=product), device)
         if device.type == "cpu" or seconds >= _LONG_ENOUGH_S or n >= _LARGEST_SIZE:
             return 2 * n**3 / seconds
         n *= 2

@@ -34,7 +34,7 @@ class Tiers:
     Args:
         host_bytes: most bytes of host memory; 0 where there is no such tier.
         link_bytes_per_s: throttle of each direction; 0 for none.
-        link_is_exact: whether lanes keep to that throttle exactly; else it rests on a speed that was measured once.
+        link_measured: whether that throttle rests on a speed of the link that was measured once; else lanes keep to it.
         crossings_out, crossings_in: how many bytes cross an accelerator's link for each that is swapped, which makes
             it so many times slower.
         spill: the file on disk; None where there is no such tier.
@@ -42,7 +42,7 @@ class Tiers:
 
     host_bytes: int = 0
     link_bytes_per_s: float = 0.0
-    link_is_exact: bool = True
+    link_measured: bool = False
     crossings_out: float = 1.0
     crossings_in: float = 1.0
     spill: SpillFile | None = None
@@ -82,7 +82,7 @@ def open_tiers(config: Config, device: torch.device) -> Tiers:
     spill = None
     if "disk_budget" in asked or "spill_dir" in asked:
         spill = open_spill_file(config.spill_dir, config.disk_budget_bytes)
-    return Tiers(host_bytes, link, not on_accelerator, *crossings, spill)
+    return Tiers(host_bytes, link, on_accelerator, *crossings, spill)
 
 
 def _crossings_for(

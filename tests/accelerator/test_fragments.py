@@ -78,6 +78,20 @@ def ordinary(name: str, device, controls: Controls, steps: int = STEPS) -> tuple
     return bits, peak_bytes
 
 
+def inside(
+    name: str, device: torch.device, controls: Controls, budget_bytes: int, steps: int
+) -> tuple[Snapshot, list[int], list[int]]:
+    """As `train`, on a device as large as the budget."""
+    release(controls)
+    controls.capacity(budget_bytes)
+    runtime = delta.Runtime(budget_bytes, device=str(device), policy="auto", min_bytes=0)
+    try:
+        with contextlib.closing(runtime):
+            return train(name, device, runtime, steps)
+    finally:
+        release(controls)
+
+
 def test_reserved_bytes_come_to_fit_the_budget(segments, device, controls):
     """Plans depend on measured seconds, and fragments on plans: one of the models may need longer."""
     came_to: dict[str, float] = {}
@@ -103,12 +117,7 @@ def test_a_device_as_large_as_the_budget_soon_needs_hardly_any_rescue(segments, 
     came_to: dict[str, tuple[int, int]] = {}
     for name in MODELS:
         wanted, peak_bytes = ordinary(name, device, controls)
-        budget_bytes = int(0.6 * peak_bytes)
-        controls.capacity(budget_bytes)
-        runtime = delta.Runtime(budget_bytes, device=str(device), policy="auto", min_bytes=0)
-        with contextlib.closing(runtime):
-            bits, _, rescues = train(name, device, runtime, STEPS)
-        release(controls)
+        bits, _, rescues = inside(name, device, controls, int(0.6 * peak_bytes), STEPS)
         assert_same_bits(bits, wanted, name)
         early, late = sum(rescues[:LATE]), sum(rescues[-LATE:])
         assert early > 0, "else there was nothing to do"
@@ -123,12 +132,7 @@ def test_a_step_does_not_fill_the_device_again_once_it_was_refused_memory(
 ):
     """Else each rescue has all leave, prefetches bring it back, and the next op needs a rescue too: 80 and more."""
     wanted, peak_bytes = ordinary(name, device, controls, steps=2)
-    budget_bytes = int(0.6 * peak_bytes)
-    controls.capacity(budget_bytes)
-    runtime = delta.Runtime(budget_bytes, device=str(device), policy="auto", min_bytes=0)
-    with contextlib.closing(runtime):
-        bits, _, rescues = train(name, device, runtime, steps=2)
-    release(controls)
+    bits, _, rescues = inside(name, device, controls, int(0.6 * peak_bytes), steps=2)
     assert_same_bits(bits, wanted, name)
     assert 1 <= rescues[0] <= 20
 
@@ -138,22 +142,12 @@ def test_segments_that_grow_leave_room_where_cut_ones_do_not(name, segments, dev
     """From the first step on, on a device as large as the budget, at which cut segments let an op die."""
     wanted, peak_bytes = ordinary(name, device, controls, steps=2)
     budget_bytes = int(0.6 * peak_bytes)
-
-    def trained() -> Snapshot:
-        controls.capacity(budget_bytes)
-        runtime = delta.Runtime(budget_bytes, device=str(device), policy="auto", min_bytes=0)
-        try:
-            with contextlib.closing(runtime):
-                return train(name, device, runtime, steps=2)[0]
-        finally:
-            release(controls)
-
     controls.fake.set_segments(SCALE_OF_GROWING)
     with pytest.raises(torch.OutOfMemoryError):
-        trained()
-    release(controls)
+        inside(name, device, controls, budget_bytes, steps=2)
     controls.fake.set_segments(SCALE_OF_GROWING, expandable=True)
-    assert_same_bits(trained(), wanted, name)
+    bits, _, _ = inside(name, device, controls, budget_bytes, steps=2)
+    assert_same_bits(bits, wanted, name)
 
 
 @pytest.mark.slow
@@ -164,11 +158,7 @@ def test_every_model_trains_from_its_first_step_on_where_segments_grow(
     wanted, peak_bytes = ordinary(name, device, controls, steps=4)
     budget_bytes = int(0.6 * peak_bytes)
     controls.fake.set_segments(SCALE_OF_GROWING, expandable=True)
-    controls.capacity(budget_bytes)
-    runtime = delta.Runtime(budget_bytes, device=str(device), policy="auto", min_bytes=0)
-    with contextlib.closing(runtime):
-        bits, reserved, _ = train(name, device, runtime, steps=4)
-    release(controls)
+    bits, reserved, _ = inside(name, device, controls, budget_bytes, steps=4)
     assert_same_bits(bits, wanted, name)
     assert max(reserved) <= budget_bytes
 
