@@ -76,11 +76,7 @@ void StreamLane::submit(const TransferPtr& transfer) {
   try {
     copy(*transfer);
   } catch (const std::exception&) {
-    try {
-      stream_.synchronize();  // the first of several copies may be under way
-    } catch (const std::exception&) {
-      // Then nothing runs on it any more.
-    }
+    await_stream();  // the first of several copies may be under way
     transfer->error = kDeviceFailed;
     transfer->state.store(Transfer::State::Failed, std::memory_order_release);
     return;
@@ -109,14 +105,18 @@ void StreamLane::wait(Transfer& transfer) {
   transfer.ordered_before.store(next.id(), std::memory_order_release);
 }
 
-void StreamLane::fail_all() noexcept {
+void StreamLane::await_stream() noexcept {
   if (process_ == getpid()) {
     try {
       stream_.synchronize();
     } catch (const std::exception&) {
-      // Then nothing runs on it any more.
+      // The device is gone, or failed: then nothing runs on it any more.
     }
   }
+}
+
+void StreamLane::fail_all() noexcept {
+  await_stream();
   for (auto& transfer : queue_) {
     transfer->error = kDeviceFailed;
     queued_bytes_.fetch_sub(transfer->bytes, std::memory_order_relaxed);
@@ -166,14 +166,8 @@ void StreamLane::finish(Transfer& transfer) {
 }
 
 void StreamLane::stop() {
-  if (process_ == getpid()) {
-    try {
-      stream_.synchronize();
-    } catch (const std::exception&) {
-      // The device is gone, or failed; poll() sees what became of the copies.
-    }
-  }
-  poll();
+  await_stream();
+  poll();  // sees what became of the copies
 }
 
 }  // namespace delta

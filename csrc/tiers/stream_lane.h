@@ -53,6 +53,7 @@ class StreamLane : public Lane {
  private:
   void queue_more(const Transfer& transfer);
   void copy(Transfer& transfer);
+  void await_stream() noexcept;
   void fail_all() noexcept;  // under the mutex
 
   const c10::Device device_;
