@@ -15,6 +15,7 @@ import torch
 
 import delta_runtime as delta
 from delta_runtime import _C, cpu_pool
+from tests.support import warm_children
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parents[1]
@@ -298,6 +299,8 @@ def test_threads_cannot_both_have_the_last_room():
 
 
 OLDER_MODEL = """
+import warnings
+warnings.simplefilter("error")
 import torch
 from torch import nn
 
@@ -329,13 +332,8 @@ def test_weights_older_than_the_pool_have_their_place_in_the_first_step(trained,
     """The pool counts none of them; without their place the step comes out above the budget by the later layers'."""
     program = OLDER_MODEL.format(trained=trained, budget_mib=budget_mib)
     clean = {name: text for name, text in os.environ.items() if not name.startswith("DELTA_")}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        cwd=ROOT,
-        env=clean | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
+    done = warm_children.run(
+        ["-c", program], cwd=ROOT, env=clean | {"PYTHONPATH": str(ROOT)}, timeout=120
     )
     assert done.stderr == ""
     assert done.stdout.splitlines() == ["True True", "True True", "True"]

@@ -6,8 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +30,7 @@ from delta_runtime.plan_cache import PlanCache
 from delta_runtime.planners import joint_heuristic
 from delta_runtime.planning_time import PlanningTime
 from delta_runtime.plans_beside import PlansBeside
+from tests.support import warm_children
 from tests.support.fixtures import one_thread  # noqa: F401
 from tests.support.large_graphs import large_graph
 from tests.support.nets import net
@@ -245,13 +244,8 @@ assert os.waitpid(pid, 0)[1] == 0
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 def test_the_interpreter_ends_while_a_plan_is_made(end):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM + end],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
+    done = warm_children.run(
+        ["-c", PROGRAM + end], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "")
 

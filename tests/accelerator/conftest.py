@@ -58,6 +58,10 @@ class Controls:
             stream = torch.Stream(stream_id=stream_id, device_index=0, device_type=kind)
             self.delay(seconds, stream)
 
+    def copied_bytes(self, runtime: delta.Runtime) -> list[int]:
+        """What the lanes out and in of the last tier have moved, each crossing counted; of the simulated device."""
+        return [self.fake.copied_bytes(stream) for stream in runtime.session.tiers()[-1]["streams"]]
+
     def lost(self, lost: bool) -> None:
         if self.fake is not None:
             self.fake.set_lost(lost)

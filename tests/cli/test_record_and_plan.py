@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from delta_runtime.cli.main import main
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.planners.linear_program import LinearProgram, SolverFailed
 from delta_runtime.planners.registry import PLANNERS
+from tests.support import warm_children
 from tests.support.recorded_steps import recorded
 from tests.support.step_graphs import MIB, TINY
 from tests.support.step_graphs import chain as chain_of
@@ -33,8 +33,7 @@ if len(sys.argv) > 2:
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    call = [sys.executable, "-m", "delta_runtime", *arguments]
-    return subprocess.run(call, cwd=cwd, capture_output=True, text=True, timeout=120)
+    return warm_children.run(["-m", "delta_runtime", *arguments], cwd=cwd, timeout=120)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -20,6 +19,7 @@ from torch import nn
 import delta_runtime as delta
 from delta_runtime import cpu_pool
 from scripts.stress_interrupts import leftovers
+from tests.support import warm_children
 from tests.support.fixtures import one_thread  # noqa: F401
 from tests.support.nets import net
 
@@ -134,12 +134,10 @@ def test_a_thread_that_ends_while_it_is_in_a_runtime_leaves_the_process_usable()
 
 def python(program: str, **environ: str) -> subprocess.CompletedProcess[str]:
     clean = {name: text for name, text in os.environ.items() if not name.startswith("DELTA_")}
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
+    return warm_children.run(
+        ["-c", textwrap.dedent(program)],
         cwd=ROOT,
         env=clean | {"PYTHONPATH": str(ROOT)} | environ,
-        capture_output=True,
-        text=True,
         timeout=120,
     )
 

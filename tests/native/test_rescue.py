@@ -12,8 +12,6 @@ import contextlib
 import faulthandler
 import gc
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +24,7 @@ from torch import nn
 
 import delta_runtime as delta
 from delta_runtime import _C, cpu_pool
+from tests.support import warm_children
 from tests.support.bitwise import Snapshot, assert_same_bits, freeze, gradients, random_state
 from tests.support.fixtures import one_thread  # noqa: F401
 
@@ -527,6 +526,7 @@ def child(folder: Path, code: str) -> str:
     script = folder / "child.py"
     head = """
         import faulthandler, gc, sys, threading
+        faulthandler.enable()
         faulthandler.dump_traceback_later(40, exit=True)
         import torch
         import delta_runtime as delta
@@ -536,13 +536,8 @@ def child(folder: Path, code: str) -> str:
     """
     script.write_text(textwrap.dedent(head) + textwrap.dedent(code))
     environ = {name: text for name, text in os.environ.items() if not name.startswith("DELTA_")}
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", str(script)],
-        cwd=ROOT,
-        env=environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=55,
+    done = warm_children.run(
+        [script], cwd=ROOT, env=environ | {"PYTHONPATH": str(ROOT)}, timeout=55
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 import textwrap
 import warnings
 from pathlib import Path
@@ -23,6 +22,7 @@ from delta_runtime import cpu_pool
 from delta_runtime import device as device_module
 from delta_runtime.config import Config, Launched
 from delta_runtime.report.step_report import StepReport, StepTotals
+from tests.support import warm_children
 from tests.support.fixtures import one_thread  # noqa: F401
 from tests.support.nets import net
 
@@ -57,12 +57,10 @@ def run(
     script = tmp_path / "train.py"
     script.write_text(SCRIPT + textwrap.dedent(program))
     clean = {name: text for name, text in os.environ.items() if not name.startswith("DELTA_")}
-    return subprocess.run(
-        [sys.executable, str(script), *arguments],
+    return warm_children.run(
+        [script, *arguments],
         cwd=tmp_path,
         env=clean | {"PYTHONPATH": str(ROOT)} | environ,
-        capture_output=True,
-        text=True,
         timeout=150,
     )
 

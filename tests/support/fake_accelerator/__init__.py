@@ -87,6 +87,10 @@ class FakeAccelerator:
         """The number of copies that have run without their caller waiting: non_blocking=True, or within the device."""
         return self._native.copies()
 
+    def copied_bytes(self, stream_id: int) -> int:
+        """How many bytes the enqueued copies of a stream have moved, so far."""
+        return self._native.copied_bytes(stream_id)
+
     def waits(self) -> int:
         """How often the host has waited where a real device would make it: for a stream, an event, a value, a copy."""
         return self._native.waits()

@@ -107,6 +107,7 @@ class Stream {
   void wait_for(Recording& recording);
 
   std::atomic<double> copy_bytes_per_s{0};
+  std::atomic<uint64_t> copied_bytes{0};
   std::atomic<double> blocked_s{0};   // waiting for events
   std::atomic<double> lateness_s{0};  // of each task
 
@@ -939,6 +940,7 @@ void enqueue_copy(void* to, const void* from, size_t bytes, bool counts) {
     sleep_for(pause);
     std::memmove(to, from, bytes);  // the two may overlap
     sleep_for(pause);
+    stream->copied_bytes += bytes;
     if (counts) ++copies_done;
   });
   pinned_allocator()->protect(to, *stream);
@@ -1355,6 +1357,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "allocated_bytes", [] { return allocator().getDeviceStats(0).allocated_bytes[0].current; },
       no_gil);
+  m.def("copied_bytes", [](int64_t id) { return stream_of(id).copied_bytes.load(); });
   m.def("copies", [] { return copies_done.load(); });
   m.def("waits", [] { return host_waits.load(); });
   m.def("blocked_s", [](int64_t id) { return stream_of(id).blocked_s.load(); });
