@@ -27,13 +27,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
-def pytest_collection_finish() -> None:
-    """What is imported by now stays: the collector need not look at these 700,000 objects again and again.
+def leave_to_the_end() -> None:
+    """What is there by now stays: the collector need not look at it again and again.
 
-    Tests collect garbage often, and some look at all objects; half a second each time would double the suite.
+    That are 700,000 objects once all tests are imported, and half a second for each collection; tests collect often.
     """
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    leave_to_the_end()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Behind each file, what it has imported and cached stays too."""
+    if nextitem is not None and nextitem.path != item.path:
+        leave_to_the_end()
 
 
 @pytest.fixture(autouse=True)
