@@ -102,7 +102,7 @@ def search(
     through = False
     while not through and presence.work() < most_work:
         give_way()
-        through = presence.go_on(_WORK_AT_ONCE, _MOST_IN_VAIN)
+        through = presence.go_on(min(_WORK_AT_ONCE, most_work - presence.work()), _MOST_IN_VAIN)
     found = Found(*presence.best())
     return plan_of(
         slots,
