@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fixtures import short_search  # noqa: F401
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = (
@@ -55,7 +57,7 @@ def test_a_file_that_is_not_there_is_found():
 @pytest.mark.parametrize(
     ("page", "asserts"), [("planners.md", 11), ("simulator.md", 3), ("estimates.md", 3)]
 )
-def test_the_calls_of_a_page_hold(monkeypatch, page, asserts):
+def test_the_calls_of_a_page_hold(short_search, monkeypatch, page, asserts):  # noqa: F811
     pytest.importorskip("scipy")
     monkeypatch.chdir(ROOT)
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")

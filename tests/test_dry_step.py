@@ -15,6 +15,9 @@ from delta_runtime.core.errors import NeedsValues, UsageError
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.dry_step import card_of, record_dry_step
 from delta_runtime.entered import entered
+from tests.support.fixtures import short_search  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("short_search")
 
 WIDTH, DEPTH, ROWS = 1024, 6, 4096
 GIB = 1 << 30

@@ -18,7 +18,7 @@ from delta_runtime.extension import _C
 from delta_runtime.planners.bounds import bounds_of
 from tests.accelerator.conftest import Controls
 from tests.support.bitwise import Snapshot, assert_same_bits, gradients, prefixed
-from tests.support.device import moved, seed
+from tests.support.device import TYPE, moved, seed
 from tests.support.fixtures import one_thread  # noqa: F401
 from tests.zoo import ZOO
 
@@ -26,6 +26,18 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.filterwarni
 
 STEPS = 11
 MODELS = list(ZOO)
+
+
+def slow_where_simulated(every: int, index: int) -> list[pytest.MarkDecorator]:
+    """One model of so many is for `make test`, the others are marked; on a card all of them run."""
+    return [pytest.mark.slow] * (TYPE == "fake" and index % every > 0)
+
+
+RUNS = [
+    pytest.param(name, share, marks=slow_where_simulated(every, index))
+    for index, name in enumerate(MODELS)
+    for share, every in ((0.6, 1), (0.4, 2))  # one after the other, by the same ordinary run
+]
 
 
 def train(
@@ -80,8 +92,7 @@ def least_bytes(name: str, device: torch.device, controls: Controls) -> int:
         return bounds_of(runtime.graph()).least_bytes
 
 
-@pytest.mark.parametrize("share", [0.6, 0.4])  # one after the other, by the same ordinary run
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "share"), RUNS)
 def test_it_just_trains(device, controls, name, share):
     peak_bytes, wanted = reserved_bytes(name, device, controls)
     capacity_bytes = int(share * peak_bytes)
@@ -102,7 +113,10 @@ def test_it_just_trains(device, controls, name, share):
     assert rescues[2:] == [0] * (STEPS - 2)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=slow_where_simulated(3, i)) for i, each in enumerate(MODELS)],
+)
 def test_it_is_rescued_where_looking_ahead_sees_no_need(device, controls, name):
     """A budget of twice what there is; and without rescue the first step dies."""
     peak_bytes, wanted = reserved_bytes(name, device, controls, steps=3)

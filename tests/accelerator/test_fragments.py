@@ -8,6 +8,7 @@ budget at the least, or whose steps differ, where segments do not grow. They can
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 
@@ -27,7 +28,7 @@ from tests.zoo import ZOO
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 SCALE = 64
-STEPS = 50
+STEPS = 40
 LATE = 5  # steps by whose time all is settled
 SCALE_OF_GROWING = 128
 """Models of 8 to 12 MB stand for some of 1 to 1.5 GB, next to which a page is small."""
@@ -68,7 +69,10 @@ def train(
     return found, reserved, rescues
 
 
-def ordinary(name: str, device, controls: Controls, steps: int = STEPS) -> tuple[Snapshot, int]:
+@functools.cache
+def ordinary(
+    name: str, device: torch.device, controls: Controls, steps: int = STEPS
+) -> tuple[Snapshot, int]:
     """Bits of the last step, and the peak of live bytes."""
     release(controls)
     torch.accelerator.reset_peak_memory_stats()

@@ -10,7 +10,6 @@ import contextlib
 import importlib.metadata
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from torch import nn
 import delta_runtime as delta
 from delta_runtime import _C, cpu_pool
 from delta_runtime.entered import entered
+from tests.support import warm_children
 from tests.support.bitwise import Snapshot, assert_same_bits, gradients, parameters, random_state
 from tests.support.fixtures import one_thread  # noqa: F401
 
@@ -276,14 +276,8 @@ def environment(tmp_path_factory) -> dict[str, str]:
 
 
 def run_script(environment: dict[str, str], **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "scripts/train_plain.py", "--model", "tiny", "--steps", "2"],
-        cwd=ROOT,
-        env=environment | variables,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    arguments = ["scripts/train_plain.py", "--model", "tiny", "--steps", "2"]
+    return warm_children.run(arguments, cwd=ROOT, env=environment | variables, timeout=240)
 
 
 @pytest.fixture(scope="module")

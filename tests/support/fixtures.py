@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from delta_runtime.planners import joint_heuristic
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
@@ -15,3 +17,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The joint planner ends each search soon: for tests that hold for any plan that fits."""
+    for limit in ("MOST_TO_SEARCH", "MOST_EFFORT"):
+        monkeypatch.setattr(joint_heuristic, limit, 1_000_000)
