@@ -10,6 +10,8 @@ import argparse
 import contextlib
 import functools
 import gc
+import itertools
+import statistics
 import sys
 import time
 import warnings
@@ -40,6 +42,7 @@ from scripts.workloads import SIZED, SizedWorkload, TrainState
 ORDINARY, ACCUMULATION = "ordinary", "accumulation"
 SHOWN = (ORDINARY, ACCUMULATION, "checkpoint", "recompute")
 FIT_STEPS = 2
+ORDINARY_STEPS = {"ordinary": "rows of as many samples, in turns"}
 _MOST_FACTOR = 64
 _BOUND_S = 20.0  # for how long a bound is looked for
 
@@ -108,13 +111,16 @@ class AtCapacity:
 
     def _ordinary_s(self, in_a_row: int) -> float:
         """Return the seconds of an ordinary step, of the fastest of some rows of them."""
+        return min(self._ordinary_row_s(in_a_row, index) for index in range(self.steps + 1))
+
+    def _ordinary_row_s(self, in_a_row: int, index: int) -> float:
         step = self._step_of(self._state)
 
         def row(index: int) -> None:
             for each in range(in_a_row):
                 step(in_a_row * index + each)
 
-        return min(self._timed(row, index) for index in range(self.steps + 1)) / in_a_row
+        return self._timed(row, index) / in_a_row
 
     @staticmethod
     def _timed(step: Callable[[int], None], index: int) -> float:
@@ -127,10 +133,10 @@ class AtCapacity:
         return lambda index: train_step(state, state.batch(index), runtime)
 
     def trial(self, name: str, batch_size: int, size: int, *, timed: bool) -> Trial:
-        """Train for a few steps inside the capacity; with `timed`, also the ordinary way, before and after.
+        """Train for a few steps inside the capacity; with `timed`, also the ordinary way.
 
-        Ordinary steps are timed in rows that train as many samples: of what is short, one that nothing disturbed is
-        found sooner than of what is long.
+        Ordinary steps are timed before and after, and in turns with those of a runtime, in rows that train as many
+        samples: of what is short, one that nothing disturbed is found sooner than of what is long.
         """
         in_a_row = max(1, round(batch_size / self.workload.batch_size))
         ordinary_s = self._ordinary_s(in_a_row) if timed else 0.0
@@ -149,18 +155,23 @@ class AtCapacity:
                 stack.callback(runtime.close)
             try:
                 step = self._stepper(name, state, runtime, stack)
-                stack.enter_context(cpu_pool.capacity(limit_bytes))
                 cpu_pool.reset_peak()
-                for index in range(FIT_STEPS):
-                    step(index)
-                if timed:
-                    if runtime is not None:
+                with cpu_pool.capacity(limit_bytes):
+                    for index in range(FIT_STEPS):
+                        step(index)
+                    if timed and runtime is not None:
                         self._settle(step, runtime)
-                    # As many as of the ordinary step, which is timed before and after.
-                    count = 2 * (self.steps + 1)
-                    seconds = min(self._timed(step, index) for index in range(count))
-                    graph = self._recomputing(name, runtime, size)
                 peak_bytes = cpu_pool.peak_bytes() - before_bytes
+                for index in range(2 * (self.steps + 1) if timed else 0):
+                    cpu_pool.reset_peak()
+                    with cpu_pool.capacity(limit_bytes):
+                        step_s = self._timed(step, index)
+                    seconds = min(seconds or step_s, step_s)
+                    peak_bytes = max(peak_bytes, cpu_pool.peak_bytes() - before_bytes)
+                    if runtime is not None:  # peers change more than their own steps
+                        ordinary_s = min(ordinary_s, self._ordinary_row_s(in_a_row, index))
+                if timed:
+                    graph = self._recomputing(name, runtime, size)
             except (torch.OutOfMemoryError, delta.DeltaError) as error:
                 failure = type(error).__name__
                 failed_backward.release_queue()  # of a rival that has no runtime
@@ -266,7 +277,7 @@ Record = PointsFile[Trial]
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return what a trial's figures depend on beside its sizes."""
     given = {name: getattr(arguments, name) for name in ("link", "steps", "threads")}
-    return given | {"ordinary": "rows of as many samples"}
+    return given | ORDINARY_STEPS
 
 
 def known_trial(
@@ -319,6 +330,51 @@ def answer(question: Question, at: AtCapacity, name: str, record: Record) -> lis
     return [each for each in found if not each.failure]
 
 
+def time_again(question: Question, arguments: argparse.Namespace) -> int:
+    """Time the growths of `--only` in turns, `--rounds` times; tell the median of each, and its range.
+
+    Rounds that are in the file are not run again.
+    """
+    record = Record(arguments.out, Trial, options_of(arguments))
+    torch.set_num_threads(arguments.threads)
+    cpu_pool.install()
+    warnings.filterwarnings("ignore", message="delta_runtime")
+    at: dict[str, AtCapacity] = {}
+    table = Table(*("model", "trained by", question.name, "speed over ordinary", "of at most"))
+    asked = list(itertools.product(arguments.models, arguments.contenders, arguments.only))
+    for turn, (model, name, factor) in itertools.product(range(arguments.rounds), asked):
+        sizes = question.sizes(SIZED[model], factor * question.start(SIZED[model]))
+        if len(timed_trials(record, model, name, *sizes)) > turn:
+            continue
+        if model not in at:
+            at[model] = AtCapacity(SIZED[model], arguments.link, arguments.steps)
+        trial = record.add(at[model].trial(name, *sizes, timed=True))
+        console.print(f"{model}, {name}: {speeds_of(question, [trial])} {trial.failure}")
+    for model, name, factor in asked:
+        sizes = question.sizes(SIZED[model], factor * question.start(SIZED[model]))
+        trials = timed_trials(record, model, name, *sizes)
+        speeds = sorted(speed_of(question, each) for each in trials)
+        most = {f"{1 / (1 + each.least_extra):.0%}" for each in trials if each.least_extra}
+        told = f"{statistics.median(speeds):.1%} ({speeds[0]:.1%} to {speeds[-1]:.1%})"
+        growth = f"{grown(question, trials[0]):.3g}x"
+        table.add_row(model, name, growth, told, ", ".join(sorted(most)))
+    console.print(table)
+    return 0
+
+
+def timed_trials(
+    record: Record, model: str, contender: str, batch_size: int, size: int
+) -> list[Trial]:
+    """Return the trials of these sizes that were timed."""
+    asked = (model, contender, batch_size, size)
+    found = [
+        each
+        for each in record.points
+        if (each.model, each.contender, each.batch_size, each.size) == asked
+    ]
+    return [each for each in found if each.ordinary_samples_per_s > 0]
+
+
 def arguments_of(doc: str, argv: Sequence[str] | None, models: Sequence[str]) -> argparse.Namespace:
     """Read the options that both scripts have."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
@@ -328,6 +384,9 @@ def arguments_of(doc: str, argv: Sequence[str] | None, models: Sequence[str]) ->
     parser.add_argument("--link", help="bytes per second of each lane, or a card's name")
     parser.add_argument("--steps", type=int, default=2, help="timed ones")
     parser.add_argument("--threads", type=int, default=1)
+    growths = "2,4: time these growths alone, in turns, and do not look for the largest"
+    parser.add_argument("--only", help=growths, type=lambda text: [int(n) for n in text.split(",")])
+    parser.add_argument("--rounds", type=int, default=3, help="of --only")
     parser.add_argument("--out", type=Path, help="JSON lines; a run that was cut goes on from them")
     parser.add_argument("--docs", type=Path, help="a page with places for the table")
     arguments = parser.parse_args(argv)
@@ -344,6 +403,8 @@ def arguments_of(doc: str, argv: Sequence[str] | None, models: Sequence[str]) ->
 
 def run_and_tell(question: Question, arguments: argparse.Namespace) -> int:
     """Answer for each model and contender, and show it; return the exit status."""
+    if arguments.only:
+        return time_again(question, arguments)
     record = Record(arguments.out, Trial, options_of(arguments))
     answers = run_all(question, arguments, record)
     show(question, answers)
@@ -417,16 +478,19 @@ def speeds_of(question: Question, trials: Sequence[Trial]) -> str:
     ordinary batch.
     """
 
-    def speed(each: Trial) -> float:
-        grows = 1.0 if question.name == "batch" else grown(question, each)
-        return grows * each.samples_per_s / each.ordinary_samples_per_s
-
     def most(each: Trial) -> str:
         return f" of {1 / (1 + each.least_extra):.0%}" if each.least_extra else ""
 
     return ", ".join(
-        f"{grown(question, each):.3g}x {speed(each):.0%}{most(each)}" for each in trials
+        f"{grown(question, each):.3g}x {speed_of(question, each):.0%}{most(each)}"
+        for each in trials
     )
+
+
+def speed_of(question: Question, trial: Trial) -> float:
+    """Return the speed of a timed trial, over the ordinary one's."""
+    grows = 1.0 if question.name == "batch" else grown(question, trial)
+    return grows * trial.samples_per_s / trial.ordinary_samples_per_s
 
 
 def show(question: Question, answers: Sequence[tuple[str, str, float, list[Trial]]]) -> None:

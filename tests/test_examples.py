@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-
-from tests.support import warm_children
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -22,16 +21,6 @@ NEEDS = {
     "trainer": ("transformers", "accelerate"),
 }
 """Each example, and the packages that it imports beside torch."""
-HEAVY = [
-    module
-    for package, module in (
-        ("transformers", "transformers.trainer"),
-        ("accelerate", "accelerate"),
-        ("lightning", "lightning"),
-    )
-    if importlib.util.find_spec(package)
-]
-"""What takes seconds to import; it is imported once for all examples."""
 
 
 def run(name: str, *arguments: str) -> str:
@@ -41,12 +30,13 @@ def run(name: str, *arguments: str) -> str:
         else []
     )
     clean = {key: text for key, text in os.environ.items() if not key.startswith("DELTA_")}
-    done = warm_children.run(
-        [*launcher, str(EXAMPLES / f"{name}.py"), *arguments],
+    done = subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), *arguments],
         cwd=ROOT,
         env=clean | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
         timeout=240,
-        imports=(*warm_children.USUAL, *HEAVY),
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -6,11 +6,11 @@ In processes of their own, because what is imported for the first time matters.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-
-from tests.support import warm_children
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,11 +90,13 @@ def test_no_generator_of_the_program_is_moved(program):
     environ = {name: text for name, text in os.environ.items() if not name.startswith("DELTA_")}
     if program is AMBIENT:
         environ |= {"DELTA_BUDGET": "90%", "DELTA_REPORT": "step"}
-    done = warm_children.run(
-        ["-c", START + program + "print(moved)"],
+    done = subprocess.run(
+        [sys.executable, "-c", START + program + "print(moved)"],
         cwd=ROOT,
         # Started by hand, so that torch's own import lies before it.
         env=environ | {"PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        capture_output=True,
+        text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr

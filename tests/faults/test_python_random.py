@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.support import warm_children
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -74,10 +73,13 @@ for options in (
 
 def _moved(code: str, **environment: str) -> dict[str, Any]:
     plain = {name: text for name, text in os.environ.items() if not name.startswith("DELTA_")}
-    done = warm_children.run(
-        ["-c", f"{code}\nprint(json.dumps(moved))"],
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nprint(json.dumps(moved))"],
         env=plain | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
+        capture_output=True,
+        text=True,
         timeout=100,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from delta_runtime import cpu_pool
 from scripts import equal_capacity, stress_max_batch, stress_max_input
-from scripts.equal_capacity import ACCUMULATION, AtCapacity, Record, Trial, answer, largest
+from scripts.equal_capacity import (
+    ACCUMULATION,
+    ORDINARY_STEPS,
+    AtCapacity,
+    Record,
+    Trial,
+    answer,
+    largest,
+    speed_of,
+)
 from scripts.points_file import OtherOptions
 from tests.benchmarks.test_contenders import TINY
 from tests.support.fixtures import one_thread  # noqa: F401
@@ -102,3 +111,20 @@ def test_what_is_asked_for_is_known() -> None:
     ):
         with pytest.raises(SystemExit):
             stress_max_batch.main(argv)
+
+
+def test_growths_alone_are_timed_in_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(equal_capacity.SIZED, "tiny", TINY)
+    monkeypatch.setattr(equal_capacity, "_BOUND_S", 0.1)
+    out = tmp_path / "again.jsonl"
+    given = ["--models", "tiny", "--contenders", "recompute", "--steps", "1", "--out", str(out)]
+    assert stress_max_batch.main([*given, "--only", "2,3", "--rounds", "1"]) == 0
+    assert stress_max_batch.main([*given, "--only", "2,3", "--rounds", "2"]) == 0
+    trials = Record(out, Trial, {"link": None, "steps": 1, "threads": 1} | ORDINARY_STEPS).points
+    assert [each.batch_size // TINY.batch_size for each in trials] == [2, 3, 2, 3]
+    assert all(not each.failure and each.ordinary_samples_per_s > 0 for each in trials)
+    shown = capsys.readouterr().out
+    speeds = [speed_of(stress_max_batch.QUESTION, each) for each in trials[::2]]
+    assert f"({min(speeds):.1%} to {max(speeds):.1%})" in shown
