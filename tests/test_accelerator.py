@@ -17,12 +17,12 @@ MODELS = ("test_sweeps.py", "test_first_steps.py")
 """What tests/test_accelerator_models.py runs: as long as all the rest."""
 
 
-def run_on_the_simulated_one(*arguments: str) -> None:
-    """Run tests of tests/accelerator; none may be skipped."""
+def run_on_the_simulated_one(*arguments: str, marked: str = "not slow") -> None:
+    """Run tests of tests/accelerator, of those that are marked so; none may be skipped."""
     if shutil.which("ninja") is None or shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("the simulated accelerator is compiled: needs a C++ compiler and ninja")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked]
         + list(arguments),
         cwd=ROOT,
         env=os.environ | {"DELTA_TEST_DEVICE": "fake", "PYTHONPATH": str(ROOT)},

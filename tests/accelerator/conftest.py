@@ -59,8 +59,12 @@ class Controls:
             self.delay(seconds, stream)
 
     def copied_bytes(self, runtime: delta.Runtime) -> list[int]:
-        """What the lanes out and in of the last tier have moved, each crossing counted; of the simulated device."""
-        return [self.fake.copied_bytes(stream) for stream in runtime.session.tiers()[-1]["streams"]]
+        """Bytes that the lanes out and in of the host tier have copied; what crosses twice counts twice."""
+        return [self.fake.copied_bytes(stream) for stream in runtime.session.tiers()[0]["streams"]]
+
+    def copy_s(self, runtime: delta.Runtime) -> list[float]:
+        """Seconds that these copies took."""
+        return [self.fake.copy_s(stream) for stream in runtime.session.tiers()[0]["streams"]]
 
     def lost(self, lost: bool) -> None:
         if self.fake is not None:

@@ -29,7 +29,7 @@ MODELS = list(ZOO)
 
 
 def slow_where_simulated(every: int, index: int) -> list[pytest.MarkDecorator]:
-    """One model of so many is for `make test`, the others are marked; on a card all of them run."""
+    """Of each `every` models one runs in `make test`, and the others are marked slow. On a card all of them run."""
     return [pytest.mark.slow] * (TYPE == "fake" and index % every > 0)
 
 

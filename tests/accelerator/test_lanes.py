@@ -352,8 +352,7 @@ def test_the_budget_holds_where_looking_ahead_can_see(device, controls):
 def test_a_lane_keeps_to_its_throttle(device, controls, times, count):
     """By more bytes that cross the link: copies of a given speed take so many times as long.
 
-    The simulated device tells how many bytes crossed. Seconds say there only that copies are no faster than that: a
-    busy machine makes them slower.
+    The simulated device tells how many bytes crossed, and how long that took: a busy machine makes it slower.
     """
     x = torch.linspace(0, 1, count).to(device).requires_grad_()
     chain_of_sines(x).backward()
@@ -363,13 +362,15 @@ def test_a_lane_keeps_to_its_throttle(device, controls, times, count):
     runtime = swapper(device, link_bytes_per_s=link)
     slow = 20e6
     controls.slow_copies(slow)
-    before = controls.copied_bytes(runtime) if controls.simulated else []
+    if controls.simulated:
+        before, before_s = controls.copied_bytes(runtime), controls.copy_s(runtime)
     loss = swap_out_a_graph(runtime, x)
     with runtime.step():
         loss.backward()
     torch.accelerator.synchronize()
     runtime.session.take_in_transfers()
-    after = controls.copied_bytes(runtime) if controls.simulated else []
+    if controls.simulated:
+        after, after_s = controls.copied_bytes(runtime), controls.copy_s(runtime)
     for i, lane in enumerate(("out", "in")):
         _, moved_bytes, busy_s, _ = runtime.session.tiers()[0][lane]
         assert moved_bytes >= 5 * x.nbytes
@@ -377,6 +378,7 @@ def test_a_lane_keeps_to_its_throttle(device, controls, times, count):
             crossings = own[i] / link
             assert after[i] - before[i] == pytest.approx(moved_bytes * crossings, rel=1e-3)
             assert moved_bytes / busy_s <= 1.02 * slow / crossings
+            assert busy_s == pytest.approx(after_s[i] - before_s[i], rel=0.1)
         else:  # a card's latency counts, and what else is on its link
             assert moved_bytes / busy_s == pytest.approx(link, rel=0.5)
     assert torch.equal(x.grad.cpu(), expected.cpu())

@@ -42,7 +42,12 @@ def train(state: TrainState, runtime: delta.Runtime | None = None, steps: int = 
 
 @pytest.mark.parametrize(
     ("name", "batch_size", "size"),
-    [("unet", 4, 64), ("resnet50", 8, 128), ("gpt", 2, 128)],
+    [
+        ("unet", 4, 64),
+        ("resnet50", 8, 128),
+        pytest.param("resnet101", 8, 128, marks=pytest.mark.slow),
+        ("gpt", 2, 128),
+    ],
 )
 def test_trains_at_the_least_that_swapping_needs(name: str, batch_size: int, size: int) -> None:
     cpu_pool.install()

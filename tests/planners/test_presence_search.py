@@ -102,7 +102,7 @@ def test_the_result_is_valid_as_it_says_and_no_worse(graph, dropped, dropped_twi
     begin = dropping(graph, dropped, dropped_twice).plan
     before = validate(begin, graph)
     budget_bytes = max(budget_of(graph, share), before.peak_bytes)
-    plan = search(graph, budget_bytes, begin, most_work=20_000)
+    plan = search(graph, budget_bytes, begin, most_work=200_000)
     if plan is None:
         return
     verdict = validate(plan, graph)
@@ -145,7 +145,7 @@ def test_it_is_near_the_best_of_all_presences():
         if slots is None or slots.least_bytes > budget_bytes or not 3 <= len(free) <= 12:
             continue
         best = best_of_all(graph, slots, free)
-        plan = search(graph, budget_bytes, Plan.moving_nothing(graph), most_work=50_000)
+        plan = search(graph, budget_bytes, Plan.moving_nothing(graph), most_work=200_000)
         if plan is None or best == float("inf"):
             continue
         compared += 1
@@ -198,7 +198,7 @@ def test_without_effort_plans_stay_as_they_were():
 @pytest.mark.parametrize("graph", TINY.values(), ids=TINY)
 def test_a_step_in_which_nothing_can_be_moved_has_no_such_plan(graph):
     slots = slots_of(graph, graph.peak_bytes)
-    plan = search(graph, graph.peak_bytes, Plan.moving_nothing(graph), most_work=10_000)
+    plan = search(graph, graph.peak_bytes, Plan.moving_nothing(graph), most_work=200_000)
     assert (plan is None) == (slots is None or bool(slots.fixed.all()))
     if plan is not None:
         assert plan.predicted_seconds == 0.0

@@ -21,6 +21,6 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The joint planner ends each search soon: for tests that hold for any plan that fits."""
+    """The joint planner ends each search soon, unless it is told how long to search: any plan that fits will do."""
     for limit in ("MOST_TO_SEARCH", "MOST_EFFORT"):
         monkeypatch.setattr(joint_heuristic, limit, 1_000_000)

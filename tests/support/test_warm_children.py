@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TOLD = """
 import os, sys
 import torch
-print(__name__, sys.argv[1:], sys.path[0], os.getcwd(), os.environ.get("MARK"), torch.get_num_threads())
+print(__name__, globals().get("__file__"), sys.argv, sys.orig_argv[1:], sys.path[0], os.getcwd())
+print(os.environ.get("MARK"), torch.get_num_threads())
 print("trouble", file=sys.stderr)
 """
 
@@ -47,7 +48,9 @@ def test_a_script_is_told_the_same(tmp_path: Path) -> None:
     arguments = ["inner/told.py", "--two", "words here"]
     forked, usual = both(arguments, tmp_path, MARK="x", OMP_NUM_THREADS="1")
     assert forked == usual
-    assert usual[1].startswith("__main__ ['--two', 'words here']")
+    assert (
+        usual[1].startswith("__main__ ") and "['inner/told.py', '--two', 'words here']" in usual[1]
+    )
 
 
 def test_code_and_modules_are_told_the_same(tmp_path: Path) -> None:
@@ -92,14 +95,49 @@ def test_the_runtime_starts_by_the_variables_of_the_program(tmp_path: Path) -> N
         assert forked == usual == (0, f"{budget != 'off'}\n", "")
 
 
-def test_what_takes_too_long_is_killed_and_the_next_one_runs(tmp_path: Path) -> None:
-    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-    with pytest.raises(subprocess.TimeoutExpired) as told:
-        warm_children.run(["-c", code], cwd=tmp_path, env=env(), timeout=2)
-    pid = int(str(told.value.stdout))
+SLEEPS = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+
+
+def is_gone(pid: int) -> bool:
     until = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
+    while time.monotonic() < until:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
         time.sleep(0.05)
-    assert not Path(f"/proc/{pid}").exists()
+    return False
+
+
+def test_what_takes_too_long_is_killed_and_the_next_one_runs(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.TimeoutExpired) as told:
+        warm_children.run(["-c", SLEEPS], cwd=tmp_path, env=env(), timeout=5)
+    assert is_gone(int(str(told.value.stdout)))
     done = warm_children.run(["-c", "print(2)"], cwd=tmp_path, env=env(), timeout=60)
     assert done.stdout == "2\n"
+
+
+def test_it_is_killed_where_the_wait_for_it_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids: list[int] = []
+    answer = warm_children._Server._answer
+
+    def cut(self) -> int:
+        if pids:
+            raise KeyboardInterrupt
+        pids.append(answer(self))
+        return pids[0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(warm_children._Server, "_answer", cut)
+        with pytest.raises(KeyboardInterrupt):
+            warm_children.run(["-c", SLEEPS], cwd=tmp_path, env=env(), timeout=60)
+    assert is_gone(pids[0])
+    done = warm_children.run(["-c", "print(2)"], cwd=tmp_path, env=env(), timeout=60)
+    assert done.stdout == "2\n"
+
+
+def test_options_of_the_interpreter_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="no options"):
+        warm_children.run(["-W", "error", "-c", "pass"], cwd=tmp_path, env=env(), timeout=60)

@@ -6,9 +6,11 @@ the program has ended, with its exit status (negative: a signal), 8 bytes each.
 Note: how a child becomes the program
   1. `serve` returns in the child alone, so that the program runs at the bottom of the interpreter's stack and ends as
      the interpreter does.
-  2. The server starts no thread and computes nothing: a fork takes none of them along.
+  2. The server computes nothing, so it has no threads that a child would lack. Those of OpenBLAS, which numpy brings,
+     OpenBLAS itself stops for a fork.
   3. What torch does at the end of its import for installed packages (the entry points "torch.backends") was done
-     without the program's variables; the child does it again with them.
+     without the program's variables; the child does it again with them. `sys.orig_argv` is the program's by then:
+     delta_runtime_autoload tells by it whether the process is a helper of another one.
 """
 
 import gc
@@ -68,7 +70,10 @@ def become(request, own_path):
     sys.path[:] = [folder if first != "-m" else os.getcwd(), *added, *own_path]
     sys.argv[:] = [first] + (arguments[1:] if first in ("-c", "-m") else arguments)
     importlib.invalidate_caches()
+    sys.orig_argv[:] = [sys.executable, *request["arguments"]]
     random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
     if "OMP_NUM_THREADS" in os.environ and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1" and "torch" in sys.modules:
@@ -85,9 +90,9 @@ def run_program(request):
     if first == "-c":
         code = compile(arguments[0], "<string>", "exec")
     else:
-        main.__file__ = first
+        main.__file__ = os.path.abspath(first)
         with open(first, "rb") as file:
-            code = compile(file.read(), first, "exec")
+            code = compile(file.read(), main.__file__, "exec")
     main.__builtins__ = __builtins__
     sys.modules["__main__"] = main
     exec(code, main.__dict__)

@@ -1,19 +1,26 @@
 """Python programs in processes of their own, forked from a process that has imported torch already.
 
 `import torch` takes seconds, and the tests start hundreds of programs. `run` stands for
-`subprocess.run([sys.executable, ...], capture_output=True, text=True)` and gives the same outcome: the program is
-`__main__`, has its own arguments, environment, folder and import path, ends as interpreters end (functions registered
-with atexit run, threads are waited for), and is killed where it takes too long.
+`subprocess.run([sys.executable, ...], capture_output=True, text=True)`: the program is `__main__`, has its own
+arguments, environment, folder and import path, ends as interpreters end (functions registered with atexit run, threads
+are waited for), and is killed where it takes too long.
 
-What differs: torch is there before the first line of the program, and what the interpreter or a library reads from the
-environment as it starts (PYTHONHASHSEED, for instance) is what the tests' own process has; OMP_NUM_THREADS is followed.
-Programs that are about such variables, about options of the interpreter or about `import torch` itself are started as
-usual.
+Note: what differs from a program that is started as usual
+  1. `USUAL` is imported before its first line, and the ambient runtime, where DELTA_BUDGET asks for one, is started
+     before it too. What importing these modules prints, warns of or draws at random is not seen.
+  2. What the interpreter or a library reads from the environment as it starts (PYTHONHASHSEED, for instance) is what
+     the tests' own process has; OMP_NUM_THREADS is followed.
+  3. There are no options of the interpreter (-W, -X).
+  4. The garbage collector passes over what was imported before.
+  5. What the program's own children print once it has ended is lost.
+
+A test that is about one of these uses `subprocess.run`.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import signal
@@ -37,7 +44,6 @@ def run(
     cwd: str | Path | None = None,
     env: Mapping[str, str] | None = None,
     timeout: float,
-    imports: tuple[str, ...] = USUAL,
 ) -> subprocess.CompletedProcess[str]:
     """What `python ARGUMENTS...` prints, and its exit status.
 
@@ -46,30 +52,31 @@ def run(
         cwd: its folder; this process's, unless given.
         env: its whole environment; this process's, unless given.
         timeout: seconds after which the program is killed.
-        imports: the modules that are imported beforehand, in a process that all programs with these modules share.
 
     Raises:
-        subprocess.TimeoutExpired: the program has been killed.
+        subprocess.TimeoutExpired: the program has been killed. So it has been behind any other exception.
     """
-    if imports not in _servers:
-        _servers[imports] = _Server(imports)
+    given = [str(each) for each in arguments]
+    assert given[0] in ("-c", "-m") or not given[0].startswith("-"), "no options (note 3)"
+    if not _servers:
+        _servers.append(_Server(USUAL))
+    request = {
+        "arguments": given,
+        "cwd": str(cwd or Path.cwd()),
+        "env": dict(os.environ if env is None else env),
+    }
     try:
-        return _servers[imports].run(
-            [str(each) for each in arguments],
-            str(cwd or Path.cwd()),
-            dict(os.environ if env is None else env),
-            timeout,
-        )
+        return _servers[-1].run(request, timeout)
     except BaseException:
-        del _servers[imports]  # its next answer might be one to what failed
+        # A late answer to the failed request would be taken for one to the next.
+        _servers.pop().close()
         raise
 
 
 class _Server:
-    """The process that programs are forked from. It ends with this one: its socket is closed then."""
+    """The process that programs are forked from. It ends when its socket is closed."""
 
-    def __init__(self, imports: tuple[str, ...]) -> None:
-        atexit.register(self.close)
+    def __init__(self, imports: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair()
         kept = {name: text for name, text in os.environ.items() if not name.startswith("DELTA_")}
         kept.pop("PYTHONPATH", None)
@@ -80,11 +87,12 @@ class _Server:
                 env=kept,
                 stdin=subprocess.DEVNULL,
             )
+        atexit.register(self.close)
 
     def run(
-        self, arguments: list[str], cwd: str, env: dict[str, str], timeout: float
+        self, request: Mapping[str, object], timeout: float
     ) -> subprocess.CompletedProcess[str]:
-        request = {"arguments": arguments, "cwd": cwd, "env": env}
+        """Run a program; see `run`."""
         with (
             tempfile.TemporaryFile() as asked,
             tempfile.TemporaryFile() as out,
@@ -93,23 +101,30 @@ class _Server:
             asked.write(json.dumps(request).encode())
             asked.seek(0)
             socket.send_fds(self._socket, [b"?"], [each.fileno() for each in (asked, out, err)])
-            pid = self._answer(120)
+            self._socket.settimeout(None)  # the server may still be importing
+            pid = self._answer()
             try:
-                status = self._answer(timeout)
-            except TimeoutError:
-                os.kill(pid, signal.SIGKILL)
-                raise subprocess.TimeoutExpired(
-                    arguments, timeout, _text(out), _text(err)
-                ) from None
-            return subprocess.CompletedProcess(arguments, status, _text(out), _text(err))
+                self._socket.settimeout(timeout)
+                status = self._answer()
+            except BaseException as error:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                if isinstance(error, TimeoutError):
+                    told = (_text(out), _text(err))
+                    raise subprocess.TimeoutExpired([str(request)], timeout, *told) from None
+                raise
+            return subprocess.CompletedProcess([str(request)], status, _text(out), _text(err))
 
     def close(self) -> None:
-        """Have the server end, once the program is over that it runs."""
+        """Have the server end."""
         self._socket.close()
-        self._process.wait(timeout=60)
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:  # it waits for a program
+            self._process.kill()
+            self._process.wait()
 
-    def _answer(self, timeout: float) -> int:
-        self._socket.settimeout(timeout)
+    def _answer(self) -> int:
         told = b""
         while len(told) < 8:
             more = self._socket.recv(8 - len(told))
@@ -119,7 +134,7 @@ class _Server:
         return struct.unpack("<q", told)[0]
 
 
-_servers: dict[tuple[str, ...], _Server] = {}
+_servers: list[_Server] = []
 
 
 def _text(file: IO[bytes]) -> str:

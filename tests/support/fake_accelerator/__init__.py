@@ -91,6 +91,10 @@ class FakeAccelerator:
         """How many bytes the enqueued copies of a stream have moved, so far."""
         return self._native.copied_bytes(stream_id)
 
+    def copy_s(self, stream_id: int) -> float:
+        """How many seconds the enqueued copies of a stream have taken, so far."""
+        return self._native.copy_s(stream_id)
+
     def waits(self) -> int:
         """How often the host has waited where a real device would make it: for a stream, an event, a value, a copy."""
         return self._native.waits()

@@ -108,6 +108,7 @@ class Stream {
 
   std::atomic<double> copy_bytes_per_s{0};
   std::atomic<uint64_t> copied_bytes{0};
+  std::atomic<double> copy_s{0};      // a task of the stream adds to it, and nobody else
   std::atomic<double> blocked_s{0};   // waiting for events
   std::atomic<double> lateness_s{0};  // of each task
 
@@ -937,10 +938,12 @@ void enqueue_copy(void* to, const void* from, size_t bytes, bool counts) {
   const double speed = stream->copy_bytes_per_s;
   const double pause = speed > 0 ? static_cast<double>(bytes) / speed / 2 : 0;
   stream->enqueue([=] {
+    const Clock::time_point begin = Clock::now();
     sleep_for(pause);
     std::memmove(to, from, bytes);  // the two may overlap
     sleep_for(pause);
     stream->copied_bytes += bytes;
+    stream->copy_s = stream->copy_s + std::chrono::duration<double>(Clock::now() - begin).count();
     if (counts) ++copies_done;
   });
   pinned_allocator()->protect(to, *stream);
@@ -1358,6 +1361,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "allocated_bytes", [] { return allocator().getDeviceStats(0).allocated_bytes[0].current; },
       no_gil);
   m.def("copied_bytes", [](int64_t id) { return stream_of(id).copied_bytes.load(); });
+  m.def("copy_s", [](int64_t id) { return stream_of(id).copy_s.load(); });
   m.def("copies", [] { return copies_done.load(); });
   m.def("waits", [] { return host_waits.load(); });
   m.def("blocked_s", [](int64_t id) { return stream_of(id).blocked_s.load(); });
