@@ -173,7 +173,7 @@ class AtCapacity:
                 if timed:
                     graph = self._recomputing(name, runtime, size)
             except (torch.OutOfMemoryError, delta.DeltaError) as error:
-                failure = type(error).__name__
+                failure, seconds = type(error).__name__, 0.0
                 failed_backward.release_queue()  # of a rival that has no runtime
         del state
         gc.collect()
@@ -280,16 +280,17 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return given | ORDINARY_STEPS
 
 
-def known_trial(
+def known_trials(
     record: Record, model: str, contender: str, batch_size: int, size: int, *, timed: bool
-) -> Trial | None:
-    """Return the trial of these sizes, if there is one: one that was to be timed, or one that was not."""
+) -> list[Trial]:
+    """Return the trials of these sizes: those that were to be timed, or those that were not."""
     asked = (model, contender, batch_size, size)
-    for each in reversed(record.points):
+
+    def is_one(each: Trial) -> bool:
         here = (each.model, each.contender, each.batch_size, each.size)
-        if here == asked and (each.ordinary_samples_per_s > 0) == timed:
-            return each
-    return None
+        return here == asked and (each.ordinary_samples_per_s > 0) == timed
+
+    return [each for each in record.points if is_one(each)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,8 +316,8 @@ def answer(question: Question, at: AtCapacity, name: str, record: Record) -> lis
 
     def run(n: int, timed: bool) -> Trial:
         sizes = question.sizes(workload, n)
-        known = known_trial(record, workload.name, name, *sizes, timed=timed)
-        return known or record.add(at.trial(name, *sizes, timed=timed))
+        known = known_trials(record, workload.name, name, *sizes, timed=timed)
+        return known[-1] if known else record.add(at.trial(name, *sizes, timed=timed))
 
     start, step = question.start(workload), question.step(workload)
     if name == ACCUMULATION:  # any batch fits
@@ -336,15 +337,13 @@ def time_again(question: Question, arguments: argparse.Namespace) -> int:
     Rounds that are in the file are not run again.
     """
     record = Record(arguments.out, Trial, options_of(arguments))
-    torch.set_num_threads(arguments.threads)
-    cpu_pool.install()
-    warnings.filterwarnings("ignore", message="delta_runtime")
+    _prepare(arguments)
     at: dict[str, AtCapacity] = {}
     table = Table(*("model", "trained by", question.name, "speed over ordinary", "of at most"))
     asked = list(itertools.product(arguments.models, arguments.contenders, arguments.only))
     for turn, (model, name, factor) in itertools.product(range(arguments.rounds), asked):
         sizes = question.sizes(SIZED[model], factor * question.start(SIZED[model]))
-        if len(timed_trials(record, model, name, *sizes)) > turn:
+        if len(known_trials(record, model, name, *sizes, timed=True)) > turn:
             continue
         if model not in at:
             at[model] = AtCapacity(SIZED[model], arguments.link, arguments.steps)
@@ -352,27 +351,29 @@ def time_again(question: Question, arguments: argparse.Namespace) -> int:
         console.print(f"{model}, {name}: {speeds_of(question, [trial])} {trial.failure}")
     for model, name, factor in asked:
         sizes = question.sizes(SIZED[model], factor * question.start(SIZED[model]))
-        trials = timed_trials(record, model, name, *sizes)
-        speeds = sorted(speed_of(question, each) for each in trials)
+        trials = known_trials(record, model, name, *sizes, timed=True)
+        speeds = sorted(speed_of(question, each) for each in trials if not each.failure)
         most = {f"{1 / (1 + each.least_extra):.0%}" for each in trials if each.least_extra}
-        told = f"{statistics.median(speeds):.1%} ({speeds[0]:.1%} to {speeds[-1]:.1%})"
+        told = f"did not train in {len(trials) - len(speeds)} of {len(trials)} rounds"
+        if len(speeds) == len(trials):
+            told = f"{statistics.median(speeds):.1%} ({speeds[0]:.1%} to {speeds[-1]:.1%})"
         growth = f"{grown(question, trials[0]):.3g}x"
         table.add_row(model, name, growth, told, ", ".join(sorted(most)))
     console.print(table)
     return 0
 
 
-def timed_trials(
-    record: Record, model: str, contender: str, batch_size: int, size: int
-) -> list[Trial]:
-    """Return the trials of these sizes that were timed."""
-    asked = (model, contender, batch_size, size)
-    found = [
-        each
-        for each in record.points
-        if (each.model, each.contender, each.batch_size, each.size) == asked
-    ]
-    return [each for each in found if each.ordinary_samples_per_s > 0]
+def _prepare(arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(arguments.threads)
+    cpu_pool.install()
+    warnings.filterwarnings("ignore", message="delta_runtime")
+
+
+def _growths(text: str) -> list[int]:
+    found = [int(word) for word in text.split(",")]
+    if min(found) < 1:
+        raise ValueError(text)
+    return found
 
 
 def arguments_of(doc: str, argv: Sequence[str] | None, models: Sequence[str]) -> argparse.Namespace:
@@ -385,7 +386,7 @@ def arguments_of(doc: str, argv: Sequence[str] | None, models: Sequence[str]) ->
     parser.add_argument("--steps", type=int, default=2, help="timed ones")
     parser.add_argument("--threads", type=int, default=1)
     growths = "2,4: time these growths alone, in turns, and do not look for the largest"
-    parser.add_argument("--only", help=growths, type=lambda text: [int(n) for n in text.split(",")])
+    parser.add_argument("--only", help=growths, type=_growths)
     parser.add_argument("--rounds", type=int, default=3, help="of --only")
     parser.add_argument("--out", type=Path, help="JSON lines; a run that was cut goes on from them")
     parser.add_argument("--docs", type=Path, help="a page with places for the table")
@@ -395,6 +396,8 @@ def arguments_of(doc: str, argv: Sequence[str] | None, models: Sequence[str]) ->
         if unknown := [word for word in given if word not in allowed]:
             parser.error(f"--{option}: {unknown[0]!r} is none of {', '.join(allowed)}")
         setattr(arguments, option, given)
+    if arguments.only and (arguments.docs or arguments.rounds < 1):
+        parser.error("--only writes no table to a page, and needs --rounds of 1 or more")
     needs = [name for name in arguments.contenders if name in OFFLOADING]
     if needs and not arguments.link:
         parser.error(f"--contenders: {needs[0]} needs a --link")
@@ -416,9 +419,7 @@ def run_all(
     question: Question, arguments: argparse.Namespace, record: Record
 ) -> list[tuple[str, str, float, list[Trial]]]:
     """Answer for each model and contender; return them with the growth of the largest that fits."""
-    torch.set_num_threads(arguments.threads)
-    cpu_pool.install()
-    warnings.filterwarnings("ignore", message="delta_runtime")
+    _prepare(arguments)
     answers = []
     with Progress(
         *(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()),

@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
-def leave_to_the_end() -> None:
+def freeze_what_is_there() -> None:
     """Have the garbage collector pass over what is there by now: it stays until the process ends.
 
     Those are 700,000 objects once all tests are imported. Each collection would take half a second, and tests collect
@@ -38,14 +38,14 @@ def leave_to_the_end() -> None:
 
 
 def pytest_collection_finish() -> None:
-    leave_to_the_end()
+    freeze_what_is_there()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Behind each file, what it has imported and cached stays too."""
     if nextitem is not None and nextitem.path != item.path:
-        leave_to_the_end()
+        freeze_what_is_there()
 
 
 @pytest.fixture(autouse=True)

@@ -84,8 +84,8 @@ def search(
         graph: the recorded step.
         budget_bytes: what may be live at any moment.
         begin: a plan that drops; the result is no worse, by the account of the slots.
-        most_work: units of work after which the best so far is the result; more where that is too little for a first
-            turn, as a rule. Without the extension less than with it.
+        most_work: units of work after which the best so far is the result, at the least as many as a first turn usually
+            takes. Without the extension some seconds of Python are the most.
         recipes: of `graph`; made where None is given.
 
     Returns:
@@ -98,7 +98,7 @@ def search(
     presence = searching(slots, there)
     if compiled.planners is None:
         most_work = min(most_work, _MOST_WITHOUT_EXTENSION)
-    most_work = max(int(most_work), _SWEEPS * len(there))
+    most_work = max(most_work, _SWEEPS * len(there))
     through = False
     while not through and presence.work() < most_work:
         give_way()

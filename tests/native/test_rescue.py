@@ -522,7 +522,7 @@ def test_with_the_rescue_switched_off_nothing_is_freed():
 
 
 def child(folder: Path, code: str) -> str:
-    """Runs code in a fresh interpreter; a crash or a deadlock there fails the test and nothing else."""
+    """Runs code in a process of its own; a crash or a deadlock there fails the test and nothing else."""
     script = folder / "child.py"
     head = """
         import faulthandler, gc, sys, threading

@@ -108,6 +108,9 @@ def test_what_is_asked_for_is_known() -> None:
         ["--models", "resnet49"],
         ["--contenders", "magic"],
         ["--contenders", "offloaded"],
+        ["--only", "2,0"],
+        ["--only", "2", "--rounds", "0"],
+        ["--only", "2", "--docs", "page.md"],
     ):
         with pytest.raises(SystemExit):
             stress_max_batch.main(argv)

@@ -59,14 +59,14 @@ def run(
     given = [str(each) for each in arguments]
     assert given[0] in ("-c", "-m") or not given[0].startswith("-"), "no options (note 3)"
     if not _servers:
-        _servers.append(_Server(USUAL))
+        _servers.append(_Server())
     request = {
         "arguments": given,
         "cwd": str(cwd or Path.cwd()),
         "env": dict(os.environ if env is None else env),
     }
     try:
-        return _servers[-1].run(request, timeout)
+        return _servers[-1].run(given, request, timeout)
     except BaseException:
         # A late answer to the failed request would be taken for one to the next.
         _servers.pop().close()
@@ -76,13 +76,13 @@ def run(
 class _Server:
     """The process that programs are forked from. It ends when its socket is closed."""
 
-    def __init__(self, imports: Sequence[str]) -> None:
+    def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
         kept = {name: text for name, text in os.environ.items() if not name.startswith("DELTA_")}
         kept.pop("PYTHONPATH", None)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, str(SERVER), str(theirs.fileno()), *imports],
+                [sys.executable, str(SERVER), str(theirs.fileno()), *USUAL],
                 pass_fds=[theirs.fileno()],
                 env=kept,
                 stdin=subprocess.DEVNULL,
@@ -90,7 +90,7 @@ class _Server:
         atexit.register(self.close)
 
     def run(
-        self, request: Mapping[str, object], timeout: float
+        self, given: list[str], request: Mapping[str, object], timeout: float
     ) -> subprocess.CompletedProcess[str]:
         """Run a program; see `run`."""
         with (
@@ -111,9 +111,9 @@ class _Server:
                     os.kill(pid, signal.SIGKILL)
                 if isinstance(error, TimeoutError):
                     told = (_text(out), _text(err))
-                    raise subprocess.TimeoutExpired([str(request)], timeout, *told) from None
+                    raise subprocess.TimeoutExpired(given, timeout, *told) from None
                 raise
-            return subprocess.CompletedProcess([str(request)], status, _text(out), _text(err))
+            return subprocess.CompletedProcess(given, status, _text(out), _text(err))
 
     def close(self) -> None:
         """Have the server end."""
