@@ -1,7 +1,8 @@
 """Builds the extension `delta_runtime._C` from csrc/; everything else is in pyproject.toml.
 
 Only the headers that torch ships are used: no CUDA toolkit, no nvcc. With ninja the files compile
-in parallel (MAX_JOBS, by default one per core) and only what changed is compiled again.
+in parallel (MAX_JOBS, by default one per core) and only what changed is compiled again. The files of a
+folder of csrc/ are compiled as one: most of the time goes into torch's headers, which are read once then.
 
     pip install torch
     pip install setuptools wheel ninja
@@ -14,6 +15,7 @@ import shutil
 import sys
 import sysconfig
 from glob import glob
+from pathlib import Path
 from typing import NoReturn
 
 from setuptools import setup
@@ -58,6 +60,20 @@ def require_toolchain() -> None:
         )
 
 
+def joined_sources(folder: Path) -> list[str]:
+    """Write a file for each folder of csrc/ that includes the folder's; return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for each in sorted({path.parent for path in Path("csrc").glob("*/*.cpp")}):
+        names = sorted(path.name for path in each.glob("*.cpp"))
+        text = "".join(f'#include "{each.name}/{name}"\n' for name in names)
+        path = folder / f"{each.name}.cpp"
+        if not path.exists() or path.read_text() != text:  # what is as it was is not compiled again
+            path.write_text(text)
+        paths.append(path.as_posix())
+    return paths
+
+
 class Build(BuildExtension):
     def run(self) -> None:
         require_toolchain()
@@ -75,8 +91,8 @@ setup(
     ext_modules=[
         CppExtension(
             "delta_runtime._C",
-            sources=sorted(glob("csrc/**/*.cpp", recursive=True)),
-            depends=sorted(glob("csrc/**/*.h", recursive=True)),
+            sources=joined_sources(Path("build", "joined")),
+            depends=sorted(glob("csrc/*/*.cpp") + glob("csrc/*/*.h")),
             include_dirs=[os.path.abspath("csrc")],
             extra_compile_args=COMPILE_FLAGS,
         )

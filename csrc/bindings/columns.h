@@ -20,6 +20,10 @@ std::vector<T> copied(const Column<T>& column) {
   return {column.data(), column.data() + column.size()};
 }
 
+inline std::vector<uint8_t> flags(const Mask& mask) {
+  return {mask.data(), mask.data() + mask.size()};
+}
+
 template <typename T>
 py::array_t<T> given(const std::vector<T>& column) {
   return py::array_t<T>(static_cast<py::ssize_t>(column.size()), column.data());

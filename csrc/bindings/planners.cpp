@@ -133,11 +133,6 @@ void bind_cover(py::module_& m) {
       });
 }
 
-std::vector<uint8_t> flags(const Mask& mask) {
-  const uint8_t* first = bytes_of(mask, mask.size());
-  return {first, first + mask.size()};
-}
-
 std::unique_ptr<planners::PresenceSearch> presence_search(
     const Floats& bytes, const Floats& seconds, const planners::RerunColumns& reruns,
     const Ints& parent_offsets, const Ints& parents, const Ints& first, const Ints& end,

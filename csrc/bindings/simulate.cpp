@@ -9,9 +9,9 @@
 namespace delta {
 namespace {
 
-std::vector<uint8_t> flags(const Mask& mask) { return {mask.data(), mask.data() + mask.size()}; }
-
-ListsOf lists(const Ints& offsets, const Ints& items) { return {copied(offsets), copied(items)}; }
+ListsOf lists_of(const Ints& offsets, const Ints& items) {
+  return {copied(offsets), copied(items)};
+}
 
 StepColumns step_columns(const Ints& op_tick, const Floats& op_seconds, const Floats& again_seconds,
                          const Ints& ordinary_bytes, const Ints& behind_bytes,
@@ -30,17 +30,17 @@ StepColumns step_columns(const Ints& op_tick, const Floats& op_seconds, const Fl
   step.behind_bytes = copied(behind_bytes);
   step.watermark_bytes = copied(watermark_bytes);
   step.backward = flags(backward);
-  step.reads = lists(read_offsets, reads);
+  step.reads = lists_of(read_offsets, reads);
   step.value_op = copied(value_op);
   step.value_bytes = copied(value_bytes);
   step.saved = copied(saved);
   step.saved_at = copied(saved_at);
   step.alone_at = copied(alone_at);
   step.released_at = copied(released_at);
-  step.uses = lists(use_offsets, uses);
+  step.uses = lists_of(use_offsets, uses);
   step.possible = flags(possible);
-  step.recipe_ops = lists(recipe_op_offsets, recipe_ops);
-  step.parents = lists(parent_offsets, parents);
+  step.recipe_ops = lists_of(recipe_op_offsets, recipe_ops);
+  step.parents = lists_of(parent_offsets, parents);
   step.ticks = ticks;
   step.check();
   return step;

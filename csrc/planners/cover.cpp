@@ -5,11 +5,6 @@
 #include <utility>
 
 namespace delta::planners {
-namespace {
-
-size_t at_(int64_t index) { return static_cast<size_t>(index); }
-
-}  // namespace
 
 Cover::Cover(Droppable step, double epsilon_s)
     : of_(std::move(step)), epsilon_s_(epsilon_s), profile_(of_.excess) {

@@ -8,8 +8,6 @@
 namespace delta::planners {
 namespace {
 
-size_t at_(int64_t index) { return static_cast<size_t>(index); }
-
 void check(const Played& played) {
   const auto& step = played.step;
   step.check();

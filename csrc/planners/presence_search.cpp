@@ -9,7 +9,6 @@ namespace delta::planners {
 namespace {
 
 constexpr double kInfinite = std::numeric_limits<double>::infinity();
-size_t at_(int64_t index) { return static_cast<size_t>(index); }
 
 constexpr double kLowest = 1.0 / 256.0;  // price to begin with, in units of what a byte takes
 constexpr double kHighest = 1e6;

@@ -7,8 +7,6 @@
 namespace delta::planners {
 namespace {
 
-size_t at_(int64_t index) { return static_cast<size_t>(index); }
-
 constexpr size_t kRoot = 1;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 

@@ -1,11 +1,6 @@
 #include "planners/reruns.h"
 
 namespace delta::planners {
-namespace {
-
-size_t at_(int64_t index) { return static_cast<size_t>(index); }
-
-}  // namespace
 
 void RerunColumns::check() const {
   const auto n_ops = static_cast<int64_t>(seconds.size());

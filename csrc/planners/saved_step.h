@@ -1,11 +1,15 @@
 // A recorded step as the planners look at it: columns over its saved values and its ops.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <stdexcept>
 #include <vector>
 
 namespace delta::planners {
+
+// A row, as an index of a vector.
+inline size_t at_(int64_t row) { return static_cast<size_t>(row); }
 
 // Lists of rows, one after the other.
 struct Lists {
@@ -20,8 +24,7 @@ struct Lists {
   };
 
   List of(int64_t row) const {
-    return {items.data() + offsets[static_cast<size_t>(row)],
-            items.data() + offsets[static_cast<size_t>(row) + 1]};
+    return {items.data() + offsets[at_(row)], items.data() + offsets[at_(row + 1)]};
   }
   int64_t count() const { return static_cast<int64_t>(offsets.size()) - 1; }
 

@@ -56,7 +56,7 @@ at::Tensor make_weights(c10::Device device, int64_t most) {
 }
 
 // t becomes t * weights, and that has its upper half added to it.
-void mix(at::Tensor& t, const at::Tensor& of, const at::Tensor& weights, at::Tensor& room) {
+void mix_into(at::Tensor& t, const at::Tensor& of, const at::Tensor& weights, at::Tensor& room) {
   at::mul_out(t, of, weights);
   at::bitwise_right_shift_out(room, t, 32);
   t.add_(room);
@@ -186,9 +186,9 @@ int32_t DeviceHashes::hash(const c10::Storage& storage, c10::StreamId stream) {
       const int64_t some = std::min(tile, rows - first);
       at::Tensor t = part({some, columns}, fixed);
       at::Tensor spare = part({some, columns}, fixed + tile * columns);
-      mix(t, over(storage, word, {some, columns}, first * columns),
-          weights_of(3, {some, 1}, first_row + first), spare);
-      mix(t, t, weights_of(3, {columns}, 0), spare);
+      mix_into(t, over(storage, word, {some, columns}, first * columns),
+               weights_of(3, {some, 1}, first_row + first), spare);
+      mix_into(t, t, weights_of(3, {columns}, 0), spare);
       at::Tensor of_rows = part({some}, first_row + first);
       at::sum_out(of_rows, t, 1);
       at::Tensor of_tile = first == 0 ? of_columns : part({columns}, fixed + tile * columns);
@@ -206,7 +206,7 @@ int32_t DeviceHashes::hash(const c10::Storage& storage, c10::StreamId stream) {
     at::Tensor mixed = part({sums}, sums);
     at::Tensor spare = part({sums}, 2 * sums);
     at::Tensor weighted = part({2, sums}, 2 * sums);
-    mix(mixed, part({sums}, 0), weights_of(2, {sums}, 0), spare);
+    mix_into(mixed, part({sums}, 0), weights_of(2, {sums}, 0), spare);
     at::mul_out(weighted, weights.narrow(0, 0, 2).narrow(1, 0, sums), mixed);
     const auto& chunk = chunks_[static_cast<size_t>(row / kRows)].words;
     at::Tensor out = over(chunk.storage(), at::kLong, {2}, 2 * (row % kRows));

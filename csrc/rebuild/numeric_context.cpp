@@ -66,12 +66,12 @@ const std::array<Flag, 16> kFlags = {{
      [](at::Context& c, bool on) { c.setAllowFP16BF16ReductionMathSDP(on); }, false},
 }};
 
-struct Place {
+struct PrecisionPlace {
   at::Float32Backend backend;
   at::Float32Op op;
   bool on_cpu;
 };
-const std::array<Place, 6> kPlaces = {{
+const std::array<PrecisionPlace, 6> kPlaces = {{
     {at::Float32Backend::MKLDNN, at::Float32Op::MATMUL, true},
     {at::Float32Backend::MKLDNN, at::Float32Op::CONV, true},
     {at::Float32Backend::MKLDNN, at::Float32Op::RNN, true},
