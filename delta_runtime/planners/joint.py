@@ -50,7 +50,7 @@ def plan(
     if graph.peak_bytes <= budget_bytes:
         return moving_nothing(graph, budget_bytes, begin)
 
-    def best_at(memory: int) -> Judged:
+    def best_at(memory: int, effort: float) -> Judged:
         own = joint_heuristic.plan(
             graph,
             memory,
@@ -63,17 +63,18 @@ def plan(
         found += [judged(each, graph, tiers) for each in _searched(seeds, graph, memory)]
         return min(found, key=lambda each: (max(each.verdict.peak_bytes - memory, 0), each.seconds))
 
-    best = best_at(budget_bytes)
+    best = best_at(budget_bytes, effort)
     peak_bytes = best.verdict.peak_bytes
-    if peak_bytes > budget_bytes:
-        # Of a search that peaked there it is not sure that it does so again, for another budget.
-        for _ in range(_TURNS):
-            best = best_at(peak_bytes)
-            if best.verdict.peak_bytes <= peak_bytes:
+    if peak_bytes <= budget_bytes:
+        return result_of(best, budget_bytes, begin)
+    # Of a search that peaked there it is not sure that it does so again, for another budget.
+    for _ in range(_TURNS):
+        for each in (0.0, effort):  # what fits without a search fits with it
+            least_bytes = best_at(peak_bytes, each).verdict.peak_bytes
+            if least_bytes <= peak_bytes:
                 return result_of(None, budget_bytes, begin, least_budget_bytes=peak_bytes)
-            peak_bytes = best.verdict.peak_bytes
-        return result_of(None, budget_bytes, begin, least_budget_bytes=graph.peak_bytes)
-    return result_of(best, budget_bytes, begin)
+        peak_bytes = least_bytes
+    return result_of(None, budget_bytes, begin, least_budget_bytes=graph.peak_bytes)
 
 
 def _swapping(graph: StepGraph, budget_bytes: int, tiers: Links | None) -> list[Plan]:

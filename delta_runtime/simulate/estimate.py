@@ -20,7 +20,13 @@ from delta_runtime.online.policies import Policy, get_policy
 from delta_runtime.planners.bounds import bounds_of
 from delta_runtime.planners.registry import PLANNERS
 from delta_runtime.simulate.card import FAST, LIKELY, SLOW, Card, on_card
-from delta_runtime.simulate.under_policy import check_policy, planner_of, simulate, under_policy
+from delta_runtime.simulate.under_policy import (
+    check_policy,
+    planner_of,
+    simulate,
+    under_policy,
+    within_under_policy,
+)
 from delta_runtime.simulate.virtual_step import SimulatedStep
 
 _OP = 0  # LogKind in csrc/simulate/virtual_step.h
@@ -249,12 +255,8 @@ class _On:
 
     def _within(self, budget_bytes: int) -> SimulatedStep | None:
         """Return the step within a budget; None where it does not fit."""
-        links = self._card.links
-        found = under_policy(
-            self._policy.name, self.there, budget_bytes, links, recipes=self._recipes
-        )
-        fits = found.step is not None and found.step.peak_bytes <= budget_bytes
-        return found.step if fits else None
+        name, links = self._policy.name, self._card.links
+        return within_under_policy(name, self.there, budget_bytes, links, recipes=self._recipes)
 
     def at_budget(self, budget_bytes: int, optimizer_peak_bytes: int) -> AtBudget:
         """Return the step within a budget."""

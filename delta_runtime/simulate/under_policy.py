@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -22,7 +22,8 @@ _PLANNER_OF: Mapping[str, str] = MappingProxyType({"recompute": "recompute", "sw
 """Of policies that follow joint's plans, but not with all that it does."""
 _WAITING = frozenset(("joint", "swap"))
 """Planners that do not plan for waiting."""
-_LANES_TIMES = (2.0, 4.0, 1e9)
+_AT_ONCE = 1e9
+_LANES_TIMES = (2.0, 4.0, _AT_ONCE)
 _LITTLE = 0.02  # of a step: to gain less, no other plan is looked for
 
 
@@ -108,6 +109,35 @@ def under_policy(
     if Place.DROPPED in policy.evicts_to:
         others.append(at.planned(planner, None))
     return min([found, *others], key=lambda each: each.rank(budget_bytes))
+
+
+def within_under_policy(
+    name: str, graph: StepGraph, budget_bytes: int, links: Links | None, *, recipes: Recipes
+) -> SimulatedStep | None:
+    """Return a step under a policy that stays within a budget, not the fastest; None where `under_policy` has none.
+
+    Args:
+        name, graph, budget_bytes, links: see `under_policy`.
+        recipes: of `graph`.
+    """
+    policy = get_policy(name)
+    at = _At(graph, budget_bytes, policy, links, WITHOUT_LIMIT, recipes)
+
+    def steps() -> Iterator[SimulatedStep | None]:
+        if not policy.plans:
+            yield at.simulated(None)
+            return
+        planner = PLANNERS[planner_of(policy)]
+        if links is None or planner_of(policy) not in _WAITING:
+            yield at.planned(planner, 1.0).step
+            return
+        # What waits for a copy fits as well as if there was nothing to wait for.
+        yield at.planned(planner, _AT_ONCE).step
+        if Place.DROPPED in policy.evicts_to:
+            yield at.planned(planner, None).step
+
+    fitting = (step for step in steps() if step is not None and step.peak_bytes <= budget_bytes)
+    return next(fitting, None)
 
 
 @dataclass(frozen=True, slots=True)

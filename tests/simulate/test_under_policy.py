@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from delta_runtime.core.recipes import recipes_of
 from delta_runtime.core.transfer import Links
-from delta_runtime.simulate.under_policy import simulated_policies, under_policy
+from delta_runtime.simulate.under_policy import (
+    simulated_policies,
+    under_policy,
+    within_under_policy,
+)
 from tests.support.step_graphs import chain
 
 MIB = 1024**2
@@ -48,3 +53,18 @@ def test_below_the_least_budget_it_is_said_or_shows(name: str) -> None:
         assert "no plan" in found.why_not
     else:
         assert found.step.peak_bytes > 4 * MIB
+
+
+@pytest.mark.parametrize("name", simulated_policies())
+def test_what_fits_is_known_without_the_fastest_plan(name: str) -> None:
+    graph = chain([8 * MIB] * 4, [0.01] * 4)
+    links, recipes = Links(1e9, 1e9), recipes_of(graph)
+    most = graph.peak_bytes
+    fitted = []
+    for budget in (4 * MIB, most * 5 // 8, most * 7 // 8, most):
+        found = under_policy(name, graph, budget, links).step
+        step = within_under_policy(name, graph, budget, links, recipes=recipes)
+        assert (step is not None) == (found is not None and found.peak_bytes <= budget)
+        assert step is None or step.peak_bytes <= budget
+        fitted.append(step is not None)
+    assert not fitted[0] and fitted[-1]
