@@ -7,6 +7,8 @@ import signal
 
 import pytest
 
+import delta_runtime.extension  # noqa: F401 - planners use it where it is loaded: in each file, as in all
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts jobs in the background with SIGINT ignored, and children inherit that: no Ctrl-C would ever arrive
     # in the tests that send one.

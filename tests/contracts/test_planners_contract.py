@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import delta_runtime.extension  # noqa: F401  the inner loops in C++; parity tests see that Python's find the same
 from delta_runtime.core.events import Exit
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import StepGraph
@@ -18,7 +17,12 @@ from delta_runtime.planners.bounds import bounds_of
 from delta_runtime.planners.plan_result import PlanResult
 from delta_runtime.planners.registry import PLANNERS
 from delta_runtime.planners.validate import validate
+from tests.support.fixtures import short_search  # noqa: F401
 from tests.support.step_graphs import MIB, TINY, Op, step_graph
+
+pytestmark = pytest.mark.usefixtures(
+    "short_search"
+)  # what is promised holds however long is searched
 
 SHARES = (0.0, 0.4, 0.6, 0.8, 1.0)
 FAST, SLOW = Links(1e12, 1e12), Links(4e8, 4e8)
