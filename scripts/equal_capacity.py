@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -42,9 +43,8 @@ from scripts.workloads import SIZED, SizedWorkload, TrainState
 ORDINARY, ACCUMULATION = "ordinary", "accumulation"
 SHOWN = (ORDINARY, ACCUMULATION, "checkpoint", "recompute")
 FIT_STEPS = 2
-ORDINARY_STEPS = {"ordinary": "rows of as many samples, in turns"}
+ORDINARY_STEPS = {"ordinary": "rows of as many samples, before and behind each step"}
 _MOST_FACTOR = 64
-_BOUND_S = 20.0  # for how long a bound is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,8 @@ class Trial:
         ordinary_samples_per_s: at the ordinary sizes, around this trial; 0 where it was not timed.
         least_extra: share of an ordinary step of these sizes that recomputing takes at the least, whatever is dropped;
             0 where nothing is known of it.
+        speeds: of each timed step of a runtime, in samples, over the ordinary steps right before and behind it; empty
+            for others.
     """
 
     model: str
@@ -70,6 +72,7 @@ class Trial:
     samples_per_s: float = 0.0
     ordinary_samples_per_s: float = 0.0
     least_extra: float = 0.0
+    speeds: Sequence[float] = ()
 
 
 def accumulated(state: TrainState, parts: int) -> Callable[[int], None]:
@@ -95,12 +98,16 @@ class AtCapacity:
     Args:
         link: between device and host: bytes per second, or a card's name; None for recomputing alone.
         steps: that are timed.
+        bound_s: for how long a bound is looked for.
     """
 
-    def __init__(self, workload: SizedWorkload, link: str | None, steps: int) -> None:
+    def __init__(
+        self, workload: SizedWorkload, link: str | None, steps: int, bound_s: float = 20.0
+    ) -> None:
         self.workload = workload
         self.link = link
         self.steps = steps
+        self.bound_s = bound_s
         workload.build(SEED).batch(0)  # data are read once and stay
         gc.collect()
         others_bytes = cpu_pool.allocated_bytes()
@@ -135,8 +142,8 @@ class AtCapacity:
     def trial(self, name: str, batch_size: int, size: int, *, timed: bool) -> Trial:
         """Train for a few steps inside the capacity; with `timed`, also the ordinary way.
 
-        Ordinary steps are timed before and after, and in turns with those of a runtime, in rows that train as many
-        samples: of what is short, one that nothing disturbed is found sooner than of what is long.
+        Ordinary steps are timed before and after, and around each step of a runtime, in rows that train as many
+        samples: what slows the machine down for a while slows neighbours alike.
         """
         in_a_row = max(1, round(batch_size / self.workload.batch_size))
         ordinary_s = self._ordinary_s(in_a_row) if timed else 0.0
@@ -148,7 +155,9 @@ class AtCapacity:
         before_bytes = cpu_pool.allocated_bytes()
         state = self.workload.build(SEED, batch_size, size)
         limit_bytes = before_bytes + self.capacity_bytes
-        failure, seconds, peak_bytes, graph = "", 0.0, 0, None
+        failure, peak_bytes, graph = "", 0, None
+        steps_s: list[float] = []
+        rows_s: list[float] = []  # of ordinary steps before the first and behind each of `steps_s`
         with contextlib.ExitStack() as stack:
             runtime = self._runtime(name, limit_bytes)
             if runtime is not None:
@@ -162,23 +171,29 @@ class AtCapacity:
                     if timed and runtime is not None:
                         self._settle(step, runtime)
                 peak_bytes = cpu_pool.peak_bytes() - before_bytes
+                if timed and runtime is not None:  # peers change more than their own steps
+                    rows_s.append(self._ordinary_row_s(in_a_row, 0))
                 for index in range(2 * (self.steps + 1) if timed else 0):
                     cpu_pool.reset_peak()
                     with cpu_pool.capacity(limit_bytes):
-                        step_s = self._timed(step, index)
-                    seconds = min(seconds or step_s, step_s)
+                        steps_s.append(self._timed(step, index))
                     peak_bytes = max(peak_bytes, cpu_pool.peak_bytes() - before_bytes)
-                    if runtime is not None:  # peers change more than their own steps
-                        ordinary_s = min(ordinary_s, self._ordinary_row_s(in_a_row, index))
+                    if rows_s:
+                        rows_s.append(self._ordinary_row_s(in_a_row, index + 1))
                 if timed:
                     graph = self._recomputing(name, runtime, size)
             except (torch.OutOfMemoryError, delta.DeltaError) as error:
-                failure, seconds = type(error).__name__, 0.0
+                failure, steps_s = type(error).__name__, []
                 failed_backward.release_queue()  # of a rival that has no runtime
         del state
         gc.collect()
         if timed:
-            ordinary_s = min(ordinary_s, self._ordinary_s(in_a_row))
+            ordinary_s = min(ordinary_s, self._ordinary_s(in_a_row), *rows_s)
+        least_extra = least_extra_of(graph, limit_bytes, self.bound_s) if graph is not None else 0.0
+        speeds = [
+            (batch_size / step_s) * (before_s + behind_s) / 2 / self.workload.batch_size
+            for step_s, (before_s, behind_s) in zip(steps_s, itertools.pairwise(rows_s))
+        ]
         return Trial(
             self.workload.name,
             name,
@@ -187,9 +202,10 @@ class AtCapacity:
             self.capacity_bytes,
             peak_bytes,
             failure,
-            batch_size / seconds if seconds else 0.0,
+            batch_size / min(steps_s) if steps_s else 0.0,
             self.workload.batch_size / ordinary_s if ordinary_s else 0.0,
-            least_extra_of(graph, limit_bytes) if graph is not None else 0.0,
+            least_extra,
+            speeds,
         )
 
     def _runtime(self, name: str, limit_bytes: int) -> delta.Runtime | None:
@@ -245,10 +261,10 @@ class AtCapacity:
                 break
 
 
-def least_extra_of(graph: StepGraph, limit_bytes: int) -> float:
+def least_extra_of(graph: StepGraph, limit_bytes: int, time_limit_s: float) -> float:
     """Return the share of an ordinary step that no plan which drops goes below, by its ops' seconds; 0: not known."""
     try:
-        bound_s = window_bound(graph, limit_bytes, time_limit_s=_BOUND_S)
+        bound_s = window_bound(graph, limit_bytes, time_limit_s=time_limit_s)
     except (ImportError, SolverFailed):
         return 0.0
     return (bound_s or 0.0) / graph.seconds
@@ -276,7 +292,7 @@ Record = PointsFile[Trial]
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return what a trial's figures depend on beside its sizes."""
-    given = {name: getattr(arguments, name) for name in ("link", "steps", "threads")}
+    given = {name: getattr(arguments, name) for name in ("link", "steps", "threads", "bound_s")}
     return given | ORDINARY_STEPS
 
 
@@ -332,35 +348,49 @@ def answer(question: Question, at: AtCapacity, name: str, record: Record) -> lis
 
 
 def time_again(question: Question, arguments: argparse.Namespace) -> int:
-    """Time the growths of `--only` in turns, `--rounds` times; tell the median of each, and its range.
+    """Time the growths of `--only` in turns, `--rounds` times; tell the median of each, and its quartiles.
 
     Rounds that are in the file are not run again.
     """
     record = Record(arguments.out, Trial, options_of(arguments))
     _prepare(arguments)
     at: dict[str, AtCapacity] = {}
-    table = Table(*("model", "trained by", question.name, "speed over ordinary", "of at most"))
     asked = list(itertools.product(arguments.models, arguments.contenders, arguments.only))
     for turn, (model, name, factor) in itertools.product(range(arguments.rounds), asked):
         sizes = question.sizes(SIZED[model], factor * question.start(SIZED[model]))
         if len(known_trials(record, model, name, *sizes, timed=True)) > turn:
             continue
         if model not in at:
-            at[model] = AtCapacity(SIZED[model], arguments.link, arguments.steps)
+            at[model] = _at(model, arguments)
         trial = record.add(at[model].trial(name, *sizes, timed=True))
         console.print(f"{model}, {name}: {speeds_of(question, [trial])} {trial.failure}")
+    heads = "model", "trained by", question.name, "speed over ordinary", "quartiles", "of at most"
+    table, lines = Table(*heads), [f"| {' | '.join(heads)} |", "|---|---|--:|--:|--:|--:|"]
     for model, name, factor in asked:
         sizes = question.sizes(SIZED[model], factor * question.start(SIZED[model]))
-        trials = known_trials(record, model, name, *sizes, timed=True)
-        speeds = sorted(speed_of(question, each) for each in trials if not each.failure)
-        most = {f"{1 / (1 + each.least_extra):.0%}" for each in trials if each.least_extra}
-        told = f"did not train in {len(trials) - len(speeds)} of {len(trials)} rounds"
-        if len(speeds) == len(trials):
-            told = f"{statistics.median(speeds):.1%} ({speeds[0]:.1%} to {speeds[-1]:.1%})"
-        growth = f"{grown(question, trials[0]):.3g}x"
-        table.add_row(model, name, growth, told, ", ".join(sorted(most)))
+        cells = again_of(question, known_trials(record, model, name, *sizes, timed=True))
+        table.add_row(model, name, *cells)
+        lines.append(f"| {' | '.join((model, name, *cells))} |")
     console.print(table)
+    write_docs(arguments.docs, {f"max_{question.name}_again": lines})
     return 0
+
+
+def again_of(question: Question, trials: Sequence[Trial]) -> tuple[str, str, str, str]:
+    """Return what `time_again` tells of the trials of one growth: it, the median speed, the quartiles, the bound."""
+    growth = f"{grown(question, trials[0]):.3g}x"
+    failed = sum(bool(each.failure) for each in trials)
+    if failed:
+        return growth, f"did not train in {failed} of {len(trials)} rounds", "", ""
+    speeds = [each for trial in trials for each in speeds_in(question, trial)]
+    low, middle, high = np.percentile(speeds, (25, 50, 75))
+    known = [each.least_extra for each in trials if each.least_extra]
+    most = f"{1 / (1 + statistics.median(known)):.1%}" if known else ""
+    return growth, f"{middle:.1%}", f"{low:.1%} to {high:.1%}", most
+
+
+def _at(model: str, arguments: argparse.Namespace) -> AtCapacity:
+    return AtCapacity(SIZED[model], arguments.link, arguments.steps, arguments.bound_s)
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
@@ -385,6 +415,8 @@ def arguments_of(doc: str, argv: Sequence[str] | None, models: Sequence[str]) ->
     parser.add_argument("--link", help="bytes per second of each lane, or a card's name")
     parser.add_argument("--steps", type=int, default=2, help="timed ones")
     parser.add_argument("--threads", type=int, default=1)
+    bound = "seconds for which a bound is looked for: the longer, the closer it is"
+    parser.add_argument("--bound-s", type=float, default=20.0, help=bound)
     growths = "2,4: time these growths alone, in turns, and do not look for the largest"
     parser.add_argument("--only", help=growths, type=_growths)
     parser.add_argument("--rounds", type=int, default=3, help="of --only")
@@ -396,8 +428,8 @@ def arguments_of(doc: str, argv: Sequence[str] | None, models: Sequence[str]) ->
         if unknown := [word for word in given if word not in allowed]:
             parser.error(f"--{option}: {unknown[0]!r} is none of {', '.join(allowed)}")
         setattr(arguments, option, given)
-    if arguments.only and (arguments.docs or arguments.rounds < 1):
-        parser.error("--only writes no table to a page, and needs --rounds of 1 or more")
+    if arguments.rounds < 1:
+        parser.error("--rounds: at least 1")
     needs = [name for name in arguments.contenders if name in OFFLOADING]
     if needs and not arguments.link:
         parser.error(f"--contenders: {needs[0]} needs a --link")
@@ -428,7 +460,7 @@ def run_all(
     ) as progress:
         task = progress.add_task("", total=len(arguments.models) * len(arguments.contenders))
         for model in arguments.models:
-            at = AtCapacity(SIZED[model], arguments.link, arguments.steps)
+            at = _at(model, arguments)
             for name in arguments.contenders:
                 progress.update(task, description=f"{model}, {name}")
                 found = answer(question, at, name, record)
@@ -489,9 +521,15 @@ def speeds_of(question: Question, trials: Sequence[Trial]) -> str:
 
 
 def speed_of(question: Question, trial: Trial) -> float:
-    """Return the speed of a timed trial, over the ordinary one's."""
+    """Return the speed of a timed trial, over the ordinary one's: the median of its steps."""
+    return statistics.median(speeds_in(question, trial))
+
+
+def speeds_in(question: Question, trial: Trial) -> list[float]:
+    """Return the speeds of a timed trial's steps; where they were not compared one by one, that of the fastest."""
     grows = 1.0 if question.name == "batch" else grown(question, trial)
-    return grows * trial.samples_per_s / trial.ordinary_samples_per_s
+    fastest = trial.samples_per_s / trial.ordinary_samples_per_s
+    return [grows * each for each in trial.speeds or [fastest]]
 
 
 def show(question: Question, answers: Sequence[tuple[str, str, float, list[Trial]]]) -> None:

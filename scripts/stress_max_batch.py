@@ -4,14 +4,15 @@ A stress run. For models of `SIZED` in scripts/workloads.py the capacity is the 
 The largest batch that trains within it is found by doubling and halving: the ordinary way, with checkpoints around each
 block, and by the runtime. Gradient accumulation takes any batch, in parts that fit beside their sum of gradients: the
 rival for speed. The largest batch, and 2, 4 and 8 times the ordinary one where they fit, are timed, with ordinary steps
-before and after, and between those of the runtime. Takes two to three hours on an idle machine; needs no GPU.
+before and after, and around each one of the runtime. Takes two to three hours on an idle machine; needs no GPU.
 
     python scripts/stress_max_batch.py [--models resnet50,...] [--contenders ordinary,accumulation,checkpoint,recompute]
-        [--link pcie5] [--steps 2] [--threads 1] [--only 2,4 [--rounds 3]] [--out FILE] [--docs PAGE]
+        [--link pcie5] [--steps 2] [--threads 1] [--bound-s 20] [--only 2,4 [--rounds 3]] [--out FILE] [--docs PAGE]
 
 `--contenders` takes peers of benchmarks/contenders.py and policies and planners too; with `--link` they, and what
-offloads, have a host behind that link. With `--only` these growths alone are timed, in turns, and the median of the
-rounds is told: a few minutes for each. `--out` appends each trial to FILE, and a run that was cut goes on from there.
+offloads, have a host behind that link. With `--only` these growths alone are timed, in turns, and the median of all
+steps is told, each over the ordinary steps around it: a few minutes for each. `--out` appends each trial to FILE, and a
+run that was cut goes on from there.
 """
 
 from __future__ import annotations

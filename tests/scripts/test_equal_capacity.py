@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,13 @@ from scripts.equal_capacity import (
 )
 from scripts.points_file import OtherOptions
 from tests.benchmarks.test_contenders import TINY
-from tests.support.fixtures import one_thread  # noqa: F401
+from tests.support.fixtures import one_thread, short_search  # noqa: F401
 
-pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.timeout(200),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("short_search"),
+]
 
 
 @given(st.integers(1, 40), st.integers(1, 10), st.integers(0, 3000))
@@ -48,10 +53,9 @@ def test_the_largest_that_fits(start: int, step: int, beyond: int) -> None:
 def test_at_equal_capacity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_pool.install()
     monkeypatch.setitem(equal_capacity.SIZED, "tiny", TINY)
-    monkeypatch.setattr(equal_capacity, "_MOST_FACTOR", 5)
-    monkeypatch.setattr(equal_capacity, "_BOUND_S", 0.1)
+    monkeypatch.setattr(equal_capacity, "_MOST_FACTOR", 3)
     record = Record(tmp_path / "out.jsonl", Trial, {"steps": 1})
-    at = AtCapacity(TINY, None, 1)
+    at = AtCapacity(TINY, None, 1, bound_s=0.1)
     batch = stress_max_batch.QUESTION
     ordinary, *_ = answer(batch, at, "ordinary", record)
     assert ordinary.batch_size < 2 * TINY.batch_size
@@ -110,7 +114,6 @@ def test_what_is_asked_for_is_known() -> None:
         ["--contenders", "offloaded"],
         ["--only", "2,0"],
         ["--only", "2", "--rounds", "0"],
-        ["--only", "2", "--docs", "page.md"],
     ):
         with pytest.raises(SystemExit):
             stress_max_batch.main(argv)
@@ -120,14 +123,20 @@ def test_growths_alone_are_timed_in_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(equal_capacity.SIZED, "tiny", TINY)
-    monkeypatch.setattr(equal_capacity, "_BOUND_S", 0.1)
-    out = tmp_path / "again.jsonl"
+    batch = stress_max_batch.QUESTION
+    out, page = tmp_path / "again.jsonl", tmp_path / "page.md"
+    page.write_text("before <!-- max_batch_again: begin --><!-- max_batch_again: end --> behind")
     given = ["--models", "tiny", "--contenders", "recompute", "--steps", "1", "--out", str(out)]
+    given += ["--bound-s", "0.1", "--docs", str(page)]
     assert stress_max_batch.main([*given, "--only", "2,3", "--rounds", "1"]) == 0
     assert stress_max_batch.main([*given, "--only", "2,3", "--rounds", "2"]) == 0
-    trials = Record(out, Trial, {"link": None, "steps": 1, "threads": 1} | ORDINARY_STEPS).points
+    options = {"link": None, "steps": 1, "threads": 1, "bound_s": 0.1}
+    trials = Record(out, Trial, options | ORDINARY_STEPS).points
     assert [each.batch_size // TINY.batch_size for each in trials] == [2, 3, 2, 3]
     assert all(not each.failure and each.ordinary_samples_per_s > 0 for each in trials)
-    shown = capsys.readouterr().out
-    speeds = [speed_of(stress_max_batch.QUESTION, each) for each in trials[::2]]
-    assert f"({min(speeds):.1%} to {max(speeds):.1%})" in shown
+    assert all(len(each.speeds) == 4 for each in trials)
+    speeds = [speed for each in trials[::2] for speed in each.speeds]
+    told = f"{statistics.median(speeds):.1%}"
+    assert told in capsys.readouterr().out
+    assert f"| tiny | recompute | 2x | {told} | " in page.read_text()
+    assert all(min(each.speeds) <= speed_of(batch, each) <= max(each.speeds) for each in trials)
