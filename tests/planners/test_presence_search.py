@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from delta_runtime.core.plan import Plan
 from delta_runtime.core.step_graph import Mask, StepGraph
-from delta_runtime.planners import joint_heuristic
+from delta_runtime.planners import joint_heuristic, presence_search
 from delta_runtime.planners.contraction import by_size
 from delta_runtime.planners.presence import Presence
 from delta_runtime.planners.presence_search import Found, search, searching
@@ -188,6 +188,31 @@ def test_a_longer_search_is_never_worse(name):
     again = search(graph, budget_bytes, begin, most_work=3_000_000)
     assert again is not None and plans[2] is not None
     assert again.to_json() == plans[2].to_json()
+
+
+def test_no_turn_is_begun_beyond_the_work_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = recorded("gpt")
+    budget_bytes = budget_of(graph, 0.5)
+    slots = slots_of(graph, budget_bytes)
+    assert slots is not None
+    most = 100 * int(slots.offsets[-1])  # as much as several turns take
+    until = []
+
+    class Watched:
+        def __init__(self, slots: Slots, there: Mask) -> None:
+            self.search = searching(slots, there)
+            self.work, self.best = self.search.work, self.search.best
+
+        def go_on(self, work: int, most_in_vain: int) -> bool:
+            until.append(self.work() + work)
+            return self.search.go_on(work, most_in_vain)
+
+    monkeypatch.setattr(presence_search, "searching", Watched)
+    monkeypatch.setattr(presence_search, "_WORK_AT_ONCE", most // 3 * 2)
+    assert search(graph, budget_bytes, Plan.moving_nothing(graph), most_work=most) is not None
+    assert len(until) > 1 and until[-1] == most
 
 
 def test_without_effort_plans_stay_as_they_were():
