@@ -64,12 +64,16 @@ def joined_sources(folder: Path) -> list[str]:
     """Write a file for each folder of csrc/ that includes the folder's; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
+    if astray := set(Path("csrc").rglob("*.cpp")) - set(Path("csrc").glob("*/*.cpp")):
+        stop(f"{min(astray)} is not in a folder of csrc/.", "Move it into one.")
     for each in sorted({path.parent for path in Path("csrc").glob("*/*.cpp")}):
         names = sorted(path.name for path in each.glob("*.cpp"))
         text = "".join(f'#include "{each.name}/{name}"\n' for name in names)
         path = folder / f"{each.name}.cpp"
         if not path.exists() or path.read_text() != text:  # what is as it was is not compiled again
-            path.write_text(text)
+            new = path.with_suffix(f".{os.getpid()}")
+            new.write_text(text)
+            new.replace(path)
         paths.append(path.as_posix())
     return paths
 

@@ -348,10 +348,13 @@ def answer(question: Question, at: AtCapacity, name: str, record: Record) -> lis
 
 
 def time_again(question: Question, arguments: argparse.Namespace) -> int:
-    """Time the growths of `--only` in turns, `--rounds` times; tell the median of each, and its quartiles.
+    """Time the growths of `--only` in turns, `--rounds` times; tell the median of each's steps, and the quartiles.
 
     Rounds that are in the file are not run again.
     """
+    place = f"max_{question.name}_again"
+    if arguments.docs and f"<!-- {place}: begin -->" not in arguments.docs.read_text("utf-8"):
+        raise SystemExit(f"{arguments.docs} has no place for {place}")
     record = Record(arguments.out, Trial, options_of(arguments))
     _prepare(arguments)
     at: dict[str, AtCapacity] = {}
@@ -364,7 +367,14 @@ def time_again(question: Question, arguments: argparse.Namespace) -> int:
             at[model] = _at(model, arguments)
         trial = record.add(at[model].trial(name, *sizes, timed=True))
         console.print(f"{model}, {name}: {speeds_of(question, [trial])} {trial.failure}")
-    heads = "model", "trained by", question.name, "speed over ordinary", "quartiles", "of at most"
+    heads = (
+        "model",
+        "trained by",
+        question.name,
+        "speed over ordinary",
+        "quartiles",
+        "by ops' seconds at most",
+    )
     table, lines = Table(*heads), [f"| {' | '.join(heads)} |", "|---|---|--:|--:|--:|--:|"]
     for model, name, factor in asked:
         sizes = question.sizes(SIZED[model], factor * question.start(SIZED[model]))
@@ -372,7 +382,7 @@ def time_again(question: Question, arguments: argparse.Namespace) -> int:
         table.add_row(model, name, *cells)
         lines.append(f"| {' | '.join((model, name, *cells))} |")
     console.print(table)
-    write_docs(arguments.docs, {f"max_{question.name}_again": lines})
+    write_docs(arguments.docs, {place: lines})
     return 0
 
 
@@ -428,8 +438,8 @@ def arguments_of(doc: str, argv: Sequence[str] | None, models: Sequence[str]) ->
         if unknown := [word for word in given if word not in allowed]:
             parser.error(f"--{option}: {unknown[0]!r} is none of {', '.join(allowed)}")
         setattr(arguments, option, given)
-    if arguments.rounds < 1:
-        parser.error("--rounds: at least 1")
+    if arguments.rounds < 1 or arguments.bound_s < 0:
+        parser.error("--rounds is at least 1, and --bound-s at least 0")
     needs = [name for name in arguments.contenders if name in OFFLOADING]
     if needs and not arguments.link:
         parser.error(f"--contenders: {needs[0]} needs a --link")

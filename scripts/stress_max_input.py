@@ -5,7 +5,7 @@ sequences, or the side of images, whose growth is told in pixels. Checkmate clai
 an idle machine; needs no GPU.
 
     python scripts/stress_max_input.py [--models gpt,llama,vit,resnet101] [--contenders ordinary,checkpoint,recompute]
-        [--link pcie5] [--steps 2] [--threads 1] [--out FILE] [--docs PAGE]
+        [--link pcie5] [--steps 2] [--threads 1] [--bound-s 20] [--only 4 [--rounds 3]] [--out FILE] [--docs PAGE]
 """
 
 from __future__ import annotations

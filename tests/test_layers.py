@@ -1,22 +1,26 @@
 """The direction of imports and of calls, and that the pure parts live without torch.
 
 Python's imports are read from the sources, those inside functions and under TYPE_CHECKING included. A
-part that does not exist yet passes. What the files of csrc call of each other is read from the objects
-that the extension was linked from, what they include from the sources.
+part that does not exist yet passes. What the folders of csrc call of each other is read from the objects
+that the extension was linked from, what their files call from objects of their own, and what they include
+from the sources.
 """
 
 import ast
+import os
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "delta_runtime"
@@ -261,21 +265,15 @@ def _includes() -> dict[str, set[str]]:
     }
 
 
-def _calls() -> dict[str, set[str]]:
-    """For each source of csrc those that define what it calls, or whose data it uses."""
-    objects = ROOT.glob(f"build/{sysconfig.get_config_var('SOABI')}-torch-*/csrc")
-    folder = max(objects, key=lambda each: each.stat().st_mtime, default=None)
-    if folder is None or shutil.which("nm") is None:
-        pytest.skip("the extension was not built here, or there is no nm")
+def _calls_of(objects: Mapping[str, Path]) -> dict[str, set[str]]:
+    """For each object those that define what it calls, or whose data it uses."""
+    if shutil.which("nm") is None:
+        pytest.skip("there is no nm")
     defined: dict[str, str] = {}
     wanted: dict[str, list[str]] = {}
-    for path in sorted(CSRC.rglob("*.cpp")):
-        name = _file(path, CSRC)
+    for name, path in objects.items():
         done = subprocess.run(
-            ["nm", "--format=posix", str(folder / f"{name}.o")],
-            capture_output=True,
-            text=True,
-            check=True,
+            ["nm", "--format=posix", str(path)], capture_output=True, text=True, check=True
         )
         for symbol, kind, *_ in (line.split() for line in done.stdout.splitlines()):
             if kind == "U":
@@ -290,12 +288,42 @@ def _calls() -> dict[str, set[str]]:
     return calls
 
 
+def _calls() -> dict[str, set[str]]:
+    """The same of the folders of csrc, each of which is compiled as one."""
+    built = ROOT.glob(f"build/{sysconfig.get_config_var('SOABI')}-torch-*/build/joined")
+    joined = max(built, key=lambda each: each.stat().st_mtime, default=None)
+    if joined is None and not list(PACKAGE.glob("_C*.so")):
+        pytest.skip("the extension was not built here")
+    assert joined is not None, "the extension was built here, and where are its objects?"
+    folders = {path.parent.name for path in CSRC.glob("*/*.cpp")}
+    calls = _calls_of({folder: joined / f"{folder}.o" for folder in folders})
+    assert "rebuild" in calls["observe"], "the objects were not read"
+    return calls
+
+
 def test_no_files_of_csrc_include_each_other_in_a_circle():
     assert cycle_in(_includes()) == []
 
 
-def test_no_files_of_csrc_call_each_other_in_a_circle():
-    calls = _calls()
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_no_files_of_csrc_call_each_other_in_a_circle(tmp_path):
+    """Each is compiled by itself, which also shows that it includes what it uses."""
+    sources = {_file(path, CSRC): path for path in sorted(CSRC.rglob("*.cpp"))}
+    objects = {name: tmp_path / f"{name.replace('/', '.')}.o" for name in sources}
+    folders = [str(CSRC), sysconfig.get_path("include"), *cpp_extension.include_paths()]
+    command = [os.environ.get("CXX", "g++"), "-std=c++20", "-O0", "-c", "-fPIC", "-DNDEBUG"]
+    command += ["-DTORCH_EXTENSION_NAME=_C", *(f"-I{each}" for each in folders)]
+
+    def compiled(name: str) -> None:
+        done = subprocess.run(
+            [*command, str(sources[name]), "-o", str(objects[name])], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[:3000]
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compiled, sources))
+    calls = _calls_of(objects)
     assert "rebuild/replay" in calls["observe/saved_tensors"], "the objects were not read"
     assert cycle_in(calls) == []
 
@@ -315,7 +343,7 @@ def test_the_lowest_folders_of_csrc_know_nothing_of_those_above():
 def test_some_folders_of_csrc_know_nothing_but_plain_numbers(folder, below):
     for uses in (_includes(), _calls()):
         for name, others in uses.items():
-            if name.startswith(f"{folder}/"):
+            if name.split("/")[0] == folder:
                 used = {other.split("/")[0] for other in others}
                 assert used <= {folder} | below, (name, others)
     for path in (CSRC / folder).iterdir():

@@ -8,7 +8,7 @@
 namespace delta::planners {
 namespace {
 
-void check(const Played& played) {
+void check_played(const Played& played) {
   const auto& step = played.step;
   step.check();
   check_count(played.made_at.size(), step.n_saved());
@@ -21,7 +21,7 @@ void check(const Played& played) {
   check_within(played.use_op, 0, step.n_ops - 1);
 }
 
-void check(const Lanes& lanes, int64_t n_saved, int64_t n_ops) {
+void check_lanes(const Lanes& lanes, int64_t n_saved, int64_t n_ops) {
   if (lanes.by_begin.empty()) {
     return;
   }
@@ -37,9 +37,9 @@ void check(const Lanes& lanes, int64_t n_saved, int64_t n_ops) {
 
 Evaluation::Evaluation(Played played, RerunColumns reruns, Lanes lanes)
     : played_(std::move(played)), reruns_(std::move(reruns)), lanes_(std::move(lanes)) {
-  check(played_);
+  check_played(played_);
   check_count(at_(reruns_.n_rows()), n_saved());
-  check(lanes_, n_saved(), n_ops());
+  check_lanes(lanes_, n_saved(), n_ops());
   made_last_first_.resize(at_(n_saved()));
   std::iota(made_last_first_.begin(), made_last_first_.end(), 0);
   std::sort(made_last_first_.begin(), made_last_first_.end(), [&](int64_t a, int64_t b) {

@@ -22,7 +22,7 @@ constexpr uint64_t kTurnsForOneMore = 100;  // in vain
 constexpr int64_t kTurnsToRestart = 50;     // in vain
 constexpr double kNothing = 1e-12;          // seconds: less is no gain
 
-void check(const Slots& slots) {
+void check_slots(const Slots& slots) {
   const int64_t n = slots.n_values();
   const int64_t k = slots.n_slots();
   check_count(slots.seconds.size(), n);
@@ -49,7 +49,7 @@ void check(const Slots& slots) {
 
 PresenceSearch::PresenceSearch(Slots slots, RerunColumns reruns, std::vector<uint8_t> there)
     : slots_(std::move(slots)), reruns_(std::move(reruns)), there_(std::move(there)) {
-  check(slots_);
+  check_slots(slots_);
   check_count(at_(reruns_.n_rows()), slots_.n_values());
   const int64_t n = slots_.n_values();
   const int64_t k = slots_.n_slots();

@@ -4,6 +4,8 @@
 #include <limits>
 #include <utility>
 
+#include "planners/saved_step.h"
+
 namespace delta::planners {
 namespace {
 

@@ -67,9 +67,11 @@ def plan(
     peak_bytes = best.verdict.peak_bytes
     if peak_bytes <= budget_bytes:
         return result_of(best, budget_bytes, begin)
-    # Of a search that peaked there it is not sure that it does so again, for another budget.
+    # Of a search that peaked there it is not sure that it does so again, for another budget. Where nothing is copied,
+    # what fits without a search fits with it.
+    efforts = {0.0, effort} if tiers is None else {effort}
     for _ in range(_TURNS):
-        for each in (0.0, effort):  # what fits without a search fits with it
+        for each in sorted(efforts):
             least_bytes = best_at(peak_bytes, each).verdict.peak_bytes
             if least_bytes <= peak_bytes:
                 return result_of(None, budget_bytes, begin, least_budget_bytes=peak_bytes)

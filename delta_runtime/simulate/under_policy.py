@@ -22,8 +22,8 @@ _PLANNER_OF: Mapping[str, str] = MappingProxyType({"recompute": "recompute", "sw
 """Of policies that follow joint's plans, but not with all that it does."""
 _WAITING = frozenset(("joint", "swap"))
 """Planners that do not plan for waiting."""
-_AT_ONCE = 1e9
-_LANES_TIMES = (2.0, 4.0, _AT_ONCE)
+_NEVER_WAITED_FOR = 1e9
+_LANES_TIMES = (2.0, 4.0, _NEVER_WAITED_FOR)
 _LITTLE = 0.02  # of a step: to gain less, no other plan is looked for
 
 
@@ -63,10 +63,12 @@ class UnderPolicy:
     why_not: str = ""
     least_budget_bytes: int | None = None
 
-    def costs_little(self) -> bool:
-        """Whether next to nothing of the step is recomputing or waiting."""
+    def costs_little(self, budget_bytes: int) -> bool:
+        """Whether the step is within the budget, and next to nothing of it is recomputing or waiting."""
         step = self.step
-        return step is not None and step.rebuild_s + step.stall_s < _LITTLE * step.seconds
+        if step is None or step.peak_bytes > budget_bytes:
+            return False
+        return step.rebuild_s + step.stall_s < _LITTLE * step.seconds
 
     def rank(self, budget_bytes: int) -> tuple[int, float]:
         """Return what is less of a better one: bytes above the budget, then seconds."""
@@ -103,7 +105,7 @@ def under_policy(
     by = planner_of(policy)
     planner = PLANNERS[by]
     found = at.planned(planner, 1.0)
-    if by not in _WAITING or links is None or found.costs_little():
+    if by not in _WAITING or links is None or found.costs_little(budget_bytes):
         return found
     others = [at.planned(planner, times) for times in _LANES_TIMES]
     if Place.DROPPED in policy.evicts_to:
@@ -114,13 +116,17 @@ def under_policy(
 def within_under_policy(
     name: str, graph: StepGraph, budget_bytes: int, links: Links | None, *, recipes: Recipes
 ) -> SimulatedStep | None:
-    """Return a step under a policy that stays within a budget, not the fastest; None where `under_policy` has none.
+    """Return a step under a policy that stays within a budget, not the fastest; None where none was found.
+
+    A budget that only a plan for slower lanes fits is not found; `under_policy` looks for those too.
 
     Args:
         name, graph, budget_bytes, links: see `under_policy`.
         recipes: of `graph`.
     """
     policy = get_policy(name)
+    if links is None and policy.evicts_to == (Place.SWAPPED,):
+        return None
     at = _At(graph, budget_bytes, policy, links, WITHOUT_LIMIT, recipes)
 
     def steps() -> Iterator[SimulatedStep | None]:
@@ -132,7 +138,7 @@ def within_under_policy(
             yield at.planned(planner, 1.0).step
             return
         # What waits for a copy fits as well as if there was nothing to wait for.
-        yield at.planned(planner, _AT_ONCE).step
+        yield at.planned(planner, _NEVER_WAITED_FOR).step
         if Place.DROPPED in policy.evicts_to:
             yield at.planned(planner, None).step
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from scripts.equal_capacity import (
     AtCapacity,
     Record,
     Trial,
+    again_of,
     answer,
     largest,
     speed_of,
@@ -114,6 +117,7 @@ def test_what_is_asked_for_is_known() -> None:
         ["--contenders", "offloaded"],
         ["--only", "2,0"],
         ["--only", "2", "--rounds", "0"],
+        ["--bound-s", "-1"],
     ):
         with pytest.raises(SystemExit):
             stress_max_batch.main(argv)
@@ -123,7 +127,6 @@ def test_growths_alone_are_timed_in_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(equal_capacity.SIZED, "tiny", TINY)
-    batch = stress_max_batch.QUESTION
     out, page = tmp_path / "again.jsonl", tmp_path / "page.md"
     page.write_text("before <!-- max_batch_again: begin --><!-- max_batch_again: end --> behind")
     given = ["--models", "tiny", "--contenders", "recompute", "--steps", "1", "--out", str(out)]
@@ -139,4 +142,28 @@ def test_growths_alone_are_timed_in_turns(
     told = f"{statistics.median(speeds):.1%}"
     assert told in capsys.readouterr().out
     assert f"| tiny | recompute | 2x | {told} | " in page.read_text()
-    assert all(min(each.speeds) <= speed_of(batch, each) <= max(each.speeds) for each in trials)
+    page.write_text("no place")
+    with pytest.raises(SystemExit, match="no place for max_batch_again"):
+        stress_max_batch.main([*given, "--only", "2,3", "--rounds", "2"])
+
+
+def test_speeds_are_over_the_rows_before_and_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(equal_capacity.SIZED, "tiny", TINY)
+    batch, rows_s = stress_max_batch.QUESTION, iter([2.0, 4.0, 6.0, 2.0, 2.0])
+    at = AtCapacity(TINY, None, 1, bound_s=0.0)
+
+    def timed(step: Callable[[int], None], index: int) -> float:
+        step(index)
+        return next(rows_s) if step.__name__ == "row" else 5.0
+
+    monkeypatch.setattr(AtCapacity, "_ordinary_s", lambda *_: 9.0)
+    monkeypatch.setattr(AtCapacity, "_timed", staticmethod(timed))
+    trial = at.trial("recompute", 2 * TINY.batch_size, TINY.size, timed=True)
+    assert trial.failure == ""
+    assert trial.speeds == pytest.approx([3 / 5, 5 / 5, 4 / 5, 2 / 5])
+    assert speed_of(batch, trial) == pytest.approx(0.7)
+    other = replace(trial, speeds=[0.1, 0.2, 0.9], least_extra=0.25)
+    growth, middle, quartiles, most = again_of(batch, [replace(trial, least_extra=0.25), other])
+    assert (growth, middle, quartiles, most) == ("2x", "60.0%", "30.0% to 85.0%", "80.0%")
+    failed = again_of(batch, [trial, replace(trial, failure="OutOfMemoryError")])
+    assert failed == ("2x", "did not train in 1 of 2 rounds", "", "")

@@ -11,6 +11,7 @@ from delta_runtime.simulate.under_policy import (
     under_policy,
     within_under_policy,
 )
+from tests.support.fixtures import short_search  # noqa: F401
 from tests.support.step_graphs import chain
 
 MIB = 1024**2
@@ -55,13 +56,15 @@ def test_below_the_least_budget_it_is_said_or_shows(name: str) -> None:
         assert found.step.peak_bytes > 4 * MIB
 
 
+@pytest.mark.usefixtures("short_search")
+@pytest.mark.parametrize("speed", [2e7, 1e9, 1e12])
 @pytest.mark.parametrize("name", simulated_policies())
-def test_what_fits_is_known_without_the_fastest_plan(name: str) -> None:
-    graph = chain([8 * MIB] * 4, [0.01] * 4)
-    links, recipes = Links(1e9, 1e9), recipes_of(graph)
+def test_what_fits_is_known_without_the_fastest_plan(name: str, speed: float) -> None:
+    graph = chain([8 * MIB] * 5, [0.01, 0.2, 0.01, 0.05, 0.01])
+    links, recipes = Links(speed, speed), recipes_of(graph)
     most = graph.peak_bytes
     fitted = []
-    for budget in (4 * MIB, most * 5 // 8, most * 7 // 8, most):
+    for budget in (*range(4 * MIB, most, 5 * MIB), most):
         found = under_policy(name, graph, budget, links).step
         step = within_under_policy(name, graph, budget, links, recipes=recipes)
         assert (step is not None) == (found is not None and found.peak_bytes <= budget)
