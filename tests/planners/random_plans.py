@@ -139,10 +139,11 @@ def random_presence(presence: Presence, rng: np.random.Generator) -> Mask:
 
 def with_what_is_read(there: Mask, presence: Presence) -> Mask:
     """Return the same, with all there that something is rebuilt from while it is: nothing is made in passing."""
-    full = there.copy()
+    full, possible = there.copy(), presence.recipes.possible
     for op in range(1, presence.graph.n_ops):
         for row in range(full.shape[1] - 1, -1, -1):
-            if full[op, row] and not full[op - 1, row] and presence.made[row] < op:
+            comes_back = full[op, row] and not full[op - 1, row] and presence.made[row] < op
+            if comes_back and possible[row]:  # else it never leaves
                 for parent in presence.recipes.parents[row].tolist():
                     if presence.made[parent] <= op < presence.gone[parent]:
                         full[op, parent] = True
