@@ -283,6 +283,7 @@ void VirtualStep::release(Page& each) {
   emit(EventKind::Released, &each, each.bytes, 0, each.value);
   each.arrival.reset();
   each.managed = false;
+  each.let_go_dropped = each.place == Place::Nowhere;
   each.tickets = 0;
   each.place = Place::Lost;
 }
@@ -565,7 +566,8 @@ bool VirtualStep::collect(Page& root, Rerun& rerun) {
       seen[at(parent)] = 1;
       if (is_below(from)) {
         rerun.wanted.push_back(&from);
-      } else if (from.place == Place::Nowhere || step_.released_at[at(parent)] < now_.position()) {
+      } else if (from.place == Place::Nowhere || from.let_go_dropped ||
+                 step_.released_at[at(parent)] < now_.position()) {
         todo.push_back(parent);
       } else if (from.managed) {
         rerun.pinned.push_back(&from);
