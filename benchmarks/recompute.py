@@ -48,7 +48,7 @@ from benchmarks.common import (
     words,
     write_json,
 )
-from delta_runtime import cpu_pool, pump
+from delta_runtime import cpu_pool
 from delta_runtime.core.events import EventKind
 from delta_runtime.core.units import format_bytes, format_seconds
 from delta_runtime.known_step import CALIBRATION_STEPS
@@ -94,15 +94,7 @@ class RebuildWatch:
 
     def __init__(self, runtime: delta.Runtime) -> None:
         self._batches: list[Any] = []
-        drain = pump.drain_events
-
-        def watched(session: Any) -> Any:
-            events = drain(session)
-            if session is runtime.session:
-                self._batches.append(events)
-            return events
-
-        pump.drain_events = watched
+        runtime.steps.pump.listener = lambda events: self._batches.append(events)
 
     def take(self) -> int:
         """Bytes rebuilt beyond the first time since the last call."""

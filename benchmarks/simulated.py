@@ -48,7 +48,7 @@ from benchmarks.common import (
     write_json,
 )
 from benchmarks.planned import settle, timed
-from delta_runtime import cpu_pool, pump
+from delta_runtime import cpu_pool
 from delta_runtime.act.links import link_bytes_per_s
 from delta_runtime.core.events import EventKind, Events
 from delta_runtime.core.transfer import Links
@@ -101,20 +101,15 @@ class Row:
 
 
 @contextmanager
-def listening() -> Iterator[list[Events]]:
-    """Collect the events that sessions tell of."""
+def listening(runtime: delta.Runtime) -> Iterator[list[Events]]:
+    """Collect the events of a runtime, from now on."""
     heard: list[Events] = []
-    drain = pump.drain_events
-
-    def drain_events(session: Any) -> Events:
-        heard.append(drain(session))
-        return heard[-1]
-
-    pump.drain_events = drain_events
+    runtime.steps.pump.drain()
+    runtime.steps.pump.listener = heard.append
     try:
         yield heard
     finally:
-        pump.drain_events = drain
+        runtime.steps.pump.listener = None
 
 
 def left(heard: list[Events]) -> Counter[tuple[int, int]]:
@@ -141,7 +136,7 @@ def run(state: TrainState, model: str, policy: str, share: float, link: str, rou
     ordinary: list[float] = []
     peaks: list[int] = []
     before = timed(state, 2, None)
-    with listening() as heard:
+    with listening(runtime) as heard:
         for index in range(rounds):
             seen: list[Any] = []
             runtime.steps.pump.drain()

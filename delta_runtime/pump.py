@@ -7,6 +7,7 @@ leaves. Does not cover what leaves (online), nor the record of a step (record).
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import numpy as np
 
@@ -51,12 +52,16 @@ class Pump:
         session.set_distance(int(self.distance))
         self.tick_s = 0.0
         """Mean seconds of an op; 0 as long as nothing is known."""
+        self.listener: Callable[[Events], None] | None = None
+        """Called with all events that are taken in; while there is one, none are left out."""
 
     def drain(self, _: int = 0) -> None:
         """Take in all that has happened since the last time."""
         events = drain_events(self._session)
         if not len(events):
             return
+        if self.listener is not None:
+            self.listener(events)
         if self._session.logging():
             self._logged.append(events)
         try:
@@ -66,6 +71,15 @@ class Pump:
                 raise
             logger.exception("delta_runtime: the ledger is spent; a new one starts")
             self._ledger = Ledger(self._policy)
+
+    def end_step(self) -> None:
+        """Take in what has happened, as far as a later ranking can see anything of it.
+
+        Of a page that came and went since the last time it sees nothing, unless the ledger learns from the past.
+        """
+        listens = self._session.logging() or self.listener is not None or self._ledger.learns
+        if listens or not self._session.forget_gone():
+            self.drain()
 
     def take_logged(self) -> Events | None:
         """Return the events of the step that was logged, for its record; None where there are none."""

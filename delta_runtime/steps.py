@@ -160,6 +160,8 @@ class Steps:
         missed = self.last is not None and self.last.plan_misses > 0
         went_on = self.last is not None and self.last.managed_unpacks > 0
         self._logged = self.plans.wants_log(missed=missed, went_on=went_on)
+        if self._logged:
+            self.pump.drain()  # what happened before is not of the step that is logged
         self._session.set_logging(self._logged)
         raw_access.take_back()
         if self.margin.measures:
@@ -313,7 +315,7 @@ class Steps:
         counters = self._session.counters()
         seconds = time.perf_counter() - self.begin_s
         self.planning.trained(seconds)
-        self.pump.drain()
+        self.pump.end_step()
         self._take_in(self.pump.take_shortfall())
         step_peak_bytes = levels.step_peak_bytes
         over = bool(self._policy.evicts_to) and step_peak_bytes > self._budget_bytes

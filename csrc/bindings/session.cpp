@@ -352,6 +352,11 @@ void bind_logs(SessionClass& c) {
              }
              return rows_of(events);
            })
+      .def("forget_gone",
+           [](Session& s) {
+             Guard guard(s.state.lock);
+             return s.state.events.forget_gone();
+           })
       .def("logged_ops", [](const Session& s) { return rows_of(s.log.ops()); })
       .def("logged_inputs", [](const Session& s) { return rows_of(s.log.inputs()); })
       .def("logged_outputs", [](const Session& s) { return rows_of(s.log.outputs()); })

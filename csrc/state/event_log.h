@@ -21,6 +21,11 @@ class EventLog {
   }
   bool is_full() const { return events_.size() >= kMostEvents; }  // somebody should drain it
   std::vector<Event> drain() { return std::exchange(events_, {}); }
+  // Leaves out what tells of pages that were packed since the last drain and are gone, and of no
+  // page: nobody who ranks what is there sees anything of them. Whether the rest can wait for the
+  // next drain. It cannot where a request for room was not met (nothing is left out then), or where
+  // it is much.
+  bool forget_gone();
 
   bool tracing() const { return tracing_; }
   void set_tracing(bool on) { tracing_ = on; }
@@ -33,6 +38,7 @@ class EventLog {
 
  private:
   static constexpr size_t kMostEvents = 1 << 16;
+  static constexpr size_t kFewEvents = 1 << 12;
   static constexpr size_t kMostTraceRows = 1 << 20;  // of one step
 
   const Progress& now_;

@@ -125,6 +125,11 @@ class Ledger:
         return self._policy
 
     @property
+    def learns(self) -> bool:
+        """Whether what is told of a page that is gone says anything, or is checked; else it may be left out."""
+        return self._checked or self._near is not None or self._next_uses is not None
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes of all pages whose device copy exists."""
         return int(self._bytes_in[Place.RESIDENT])

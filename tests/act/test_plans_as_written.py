@@ -14,14 +14,12 @@ import torch
 from torch import nn
 
 import delta_runtime as delta
-from delta_runtime import pump
 from delta_runtime.act.plans import follow
 from delta_runtime.core.events import EventKind, Events, Exit
 from delta_runtime.core.plan import Interval, Plan
 from delta_runtime.core.step_graph import StepGraph
 from delta_runtime.core.transfer import Links
 from delta_runtime.planners.validate import validate
-from delta_runtime.record.step_log import drain_events
 from delta_runtime.report.step_report import StepTotals
 from tests.support.fixtures import one_thread  # noqa: F401
 from tests.support.nets import net
@@ -99,20 +97,12 @@ class Trained:
 
 
 @contextlib.contextmanager
-def training(
-    model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch, **options: object
-) -> Iterator[Trained]:
+def training(model: nn.Module, x: torch.Tensor, **options: object) -> Iterator[Trained]:
     """A model in training, recorded; its steps' events are kept."""
     settings: dict[str, object] = {"policy": "recompute", "device": "cpu", "min_bytes": 0}
     runtime = delta.Runtime("50%", **(settings | options))  # type: ignore[arg-type]
     trained = Trained(runtime, model, x)
-
-    def drained(session: object) -> Events:
-        events = drain_events(session)
-        trained.events.append(events.copy())
-        return events
-
-    monkeypatch.setattr(pump, "drain_events", drained)
+    runtime.steps.pump.listener = lambda events: trained.events.append(events.copy())
     try:
         with runtime:
             trained.record()
@@ -122,10 +112,10 @@ def training(
 
 
 @pytest.fixture
-def layers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trained]:
+def layers() -> Iterator[Trained]:
     """Four linear layers, each with a tanh behind it that is saved for itself and for the next."""
     torch.manual_seed(1)
-    with training(net(64, 4, nn.Tanh), torch.randn(256, 64), monkeypatch) as trained:
+    with training(net(64, 4, nn.Tanh), torch.randn(256, 64)) as trained:
         yield trained
 
 
@@ -298,11 +288,11 @@ def test_two_backwards_and_an_error_change_nothing(layers):
     assert layers.step_under(plan).plan_actions == 3
 
 
-def test_what_comes_out_different_is_told_when_it_is_asked_for(monkeypatch):
+def test_what_comes_out_different_is_told_when_it_is_asked_for():
     """Nothing can be raised at an op boundary, where it is rebuilt early."""
     torch.manual_seed(1)
     model, x = net(64, 4, nn.Tanh), torch.randn(256, 64)
-    with training(model, x, monkeypatch, verify="always") as trained:
+    with training(model, x, verify="always") as trained:
         plan = trained.planned({1: [Interval(2, 6, DROP), Interval(12, trained.graph.ticks)]})
         follow(trained.runtime.session, [(trained.graph, plan)])
         with trained.runtime.step():
@@ -318,10 +308,10 @@ def test_what_comes_out_different_is_told_when_it_is_asked_for(monkeypatch):
 # ---------------------------------------------------------------- copies
 
 
-def test_a_copy_that_would_come_back_where_it_leaves_is_spared(monkeypatch):
+def test_a_copy_that_would_come_back_where_it_leaves_is_spared():
     torch.manual_seed(1)
     options = {"policy": "swap", "link_bytes_per_s": 1e9, "host_budget": "64MiB"}
-    with training(net(64, 4, nn.Tanh), torch.randn(256, 64), monkeypatch, **options) as trained:
+    with training(net(64, 4, nn.Tanh), torch.randn(256, 64), **options) as trained:
         ticks = trained.graph.ticks
         plan = trained.planned({1: [Interval(2, 7, SWAP, 7), Interval(13, ticks)]})
         validate(plan, trained.graph, Links(1e9, 1e9))
@@ -329,10 +319,10 @@ def test_a_copy_that_would_come_back_where_it_leaves_is_spared(monkeypatch):
         assert (last.swap_outs, last.plan_actions, last.plan_overdue) == (0, 0, 0)
 
 
-def test_a_copy_that_is_too_late_is_overdue_unless_room_is_short(monkeypatch):
+def test_a_copy_that_is_too_late_is_overdue_unless_room_is_short():
     torch.manual_seed(1)
     options = {"policy": "swap", "link_bytes_per_s": 1e6, "host_budget": "64MiB"}
-    with training(net(64, 4, nn.Tanh), torch.randn(256, 64), monkeypatch, **options) as trained:
+    with training(net(64, 4, nn.Tanh), torch.randn(256, 64), **options) as trained:
         graph = trained.graph
         plan = trained.planned({1: [Interval(2, 7, SWAP, 11), Interval(13, graph.ticks)]})
         last = trained.step_under(plan)  # 64 KiB take 66 ms
@@ -358,10 +348,10 @@ def slow_layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(*each, Slow()) for each in net(64, 4, nn.Tanh)))
 
 
-def test_a_value_is_copied_back_twice_at_the_ticks_that_the_plan_names(monkeypatch):
+def test_a_value_is_copied_back_twice_at_the_ticks_that_the_plan_names():
     torch.manual_seed(1)
     options = {"policy": "swap", "link_bytes_per_s": 1e9, "host_budget": "64MiB"}
-    with training(slow_layers(), torch.randn(256, 64), monkeypatch, **options) as trained:
+    with training(slow_layers(), torch.randn(256, 64), **options) as trained:
         ticks = trained.graph.ticks
         plan = trained.planned(
             {1: [Interval(2, 7, SWAP, 11), Interval(13, 16, SWAP, 19), Interval(23, ticks)]}
@@ -412,12 +402,12 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_random_plans_change_no_bit_and_keep_to_the_peak_that_the_judge_says(name, monkeypatch):
+def test_random_plans_change_no_bit_and_keep_to_the_peak_that_the_judge_says(name):
     """The judge knows the peak to the bytes of an op that runs beside a rebuild; most plans meet it exactly."""
     make, shape = MODELS[name]
     torch.manual_seed(3)
     above = []
-    with training(make(), torch.randn(shape), monkeypatch) as trained:
+    with training(make(), torch.randn(shape)) as trained:
         graph = trained.graph
         for seed in range(20):
             plan, verdict = any_plan(graph, seed, None)
@@ -432,11 +422,11 @@ def test_random_plans_change_no_bit_and_keep_to_the_peak_that_the_judge_says(nam
     assert name == "convolutions" or np.mean(np.array(above) < 1024) > 0.8
 
 
-def test_random_plans_that_copy_change_no_bit(monkeypatch):
+def test_random_plans_that_copy_change_no_bit():
     torch.manual_seed(3)
     links = Links(1e9, 1e9)
     options = {"policy": "auto", "link_bytes_per_s": 1e9, "host_budget": "64MiB"}
-    with training(slow_layers(), torch.randn(256, 64), monkeypatch, **options) as trained:
+    with training(slow_layers(), torch.randn(256, 64), **options) as trained:
         counted = []
         for seed in range(6):
             plan, _ = any_plan(trained.graph, seed, links)
@@ -456,9 +446,9 @@ def test_random_plans_that_copy_change_no_bit(monkeypatch):
 @pytest.mark.parametrize(
     "policy", ["stress_drop_all", "stress_random", "stress_swap_all", "stress_mix"]
 )
-def test_under_stress_no_bit_changes(policy, monkeypatch):
+def test_under_stress_no_bit_changes(policy):
     torch.manual_seed(3)
-    with training(net(64, 6), torch.randn(256, 64), monkeypatch) as trained:
+    with training(net(64, 6), torch.randn(256, 64)) as trained:
         graph, expected = trained.graph, trained.expected
     runtime = delta.Runtime(policy=policy, device="cpu", min_bytes=0, host_budget="64MiB")
     stressed = Trained(runtime, trained.model, trained.x)
@@ -469,9 +459,9 @@ def test_under_stress_no_bit_changes(policy, monkeypatch):
     runtime.close()
 
 
-def test_under_a_budget_that_the_plan_does_not_keep_more_leaves_by_weight(monkeypatch):
+def test_under_a_budget_that_the_plan_does_not_keep_more_leaves_by_weight():
     torch.manual_seed(3)
-    with training(net(64, 6), torch.randn(256, 64), monkeypatch) as trained:
+    with training(net(64, 6), torch.randn(256, 64)) as trained:
         plan = trained.planned({1: [Interval(2, 9, DROP), Interval(20, trained.graph.ticks)]})
         floor = trained.graph.persistent_bytes
         trained.runtime.session.set_budget(floor + (trained.graph.peak_bytes - floor) // 2)
@@ -480,9 +470,9 @@ def test_under_a_budget_that_the_plan_does_not_keep_more_leaves_by_weight(monkey
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8])
-def test_where_there_is_no_room_for_what_a_plan_brings_early_no_bit_changes(share, monkeypatch):
+def test_where_there_is_no_room_for_what_a_plan_brings_early_no_bit_changes(share):
     torch.manual_seed(3)
-    with training(net(64, 6), torch.randn(256, 64), monkeypatch) as trained:
+    with training(net(64, 6), torch.randn(256, 64)) as trained:
         floor = trained.graph.persistent_bytes
         budget_bytes = floor + int(share * (trained.graph.peak_bytes - floor))
         for seed in range(10):
@@ -511,7 +501,7 @@ def test_backward_on_a_thread_whose_ops_nobody_sees_goes_on_without_the_plan(lay
     assert last.plan_misses > 0
 
 
-def test_backwards_on_two_threads_at_once_change_no_bit(monkeypatch):
+def test_backwards_on_two_threads_at_once_change_no_bit():
     """Two threads carry out one plan, which is of their backwards one after the other."""
     torch.manual_seed(3)
     models = nn.ModuleList([net(64, 4), net(64, 4)])
@@ -523,7 +513,7 @@ def test_backwards_on_two_threads_at_once_change_no_bit(monkeypatch):
 
     both = Both()
     both.models = models
-    with training(both, x, monkeypatch) as trained:
+    with training(both, x) as trained:
         for seed in range(10):
             follow(
                 trained.runtime.session, [(trained.graph, any_plan(trained.graph, seed, None)[0])]
@@ -540,10 +530,10 @@ def test_backwards_on_two_threads_at_once_change_no_bit(monkeypatch):
             trained.check_gradients()
 
 
-def test_several_backwards_in_a_step(monkeypatch):
+def test_several_backwards_in_a_step():
     """As gradients are accumulated: the second forward begins when the first backward is over."""
     torch.manual_seed(3)
-    with training(net(64, 3), torch.randn(256, 64), monkeypatch) as trained:
+    with training(net(64, 3), torch.randn(256, 64)) as trained:
         rows = trained.x.split(64)
         trained.expected = []
 
@@ -579,8 +569,8 @@ class TwoLargeInputs(nn.Module):
         return torch.mm(first, self.ones.repeat(60).view(-1, 60)) * self.weight
 
 
-def test_a_rerun_holds_what_the_judge_says(one_thread, monkeypatch):  # noqa: F811
-    with training(TwoLargeInputs(), torch.zeros(1), monkeypatch) as trained:
+def test_a_rerun_holds_what_the_judge_says(one_thread):  # noqa: F811
+    with training(TwoLargeInputs(), torch.zeros(1)) as trained:
         graph = trained.graph
         makers = [graph.op_name[op] for op in graph.value_op[graph.saved].tolist()]
         row = makers.index("aten::mm")

@@ -40,8 +40,7 @@ def followed(state, policy, share, link_bytes_per_s=None):
     )
     settle(state, runtime)
     plan, graph = runtime.plan(), runtime.graph()
-    runtime.steps.pump.drain()
-    with listening() as heard:
+    with listening(runtime) as heard:
         train_step(state, state.batch(0), runtime)
         runtime.steps.pump.drain()
     began = runtime.session.step_begin_tick()
@@ -119,8 +118,7 @@ def test_without_a_plan_the_same_values_are_dropped_at_the_same_ops(policy, shar
     runtime = delta.Runtime(budget=budget_bytes, policy=policy, device="cpu")
     steps = 5
     for index in range(steps):
-        runtime.steps.pump.drain()
-        with listening() as heard:
+        with listening(runtime) as heard:
             train_step(state, state.batch(index), runtime)
             runtime.steps.pump.drain()
         began = runtime.session.step_begin_tick()
