@@ -56,7 +56,7 @@ class Pump:
         """Called with all events that are taken in; while there is one, none are left out."""
 
     def drain(self, _: int = 0) -> None:
-        """Take in all that has happened since the last time."""
+        """Take in what has happened since the last time, but for what `end_step` has left out."""
         events = drain_events(self._session)
         if not len(events):
             return
@@ -75,10 +75,10 @@ class Pump:
     def end_step(self) -> None:
         """Take in what has happened, as far as a later ranking can see anything of it.
 
-        Of a page that came and went since the last time it sees nothing, unless the ledger learns from the past.
+        Of a page that came and went since the last time it sees nothing, unless the ledger needs all events.
         """
-        listens = self._session.logging() or self.listener is not None or self._ledger.learns
-        if listens or not self._session.forget_gone():
+        needs_all = self._session.logging() or self.listener is not None or self._ledger.needs_all
+        if needs_all or not self._session.leave_out_gone():
             self.drain()
 
     def take_logged(self) -> Events | None:

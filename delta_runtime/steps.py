@@ -160,8 +160,9 @@ class Steps:
         missed = self.last is not None and self.last.plan_misses > 0
         went_on = self.last is not None and self.last.managed_unpacks > 0
         self._logged = self.plans.wants_log(missed=missed, went_on=went_on)
-        if self._logged:
-            self.pump.drain()  # what happened before is not of the step that is logged
+        if self._logged:  # what happened before is not of the step that is logged
+            self._session.set_logging(False)
+            self.pump.drain()
         self._session.set_logging(self._logged)
         raw_access.take_back()
         if self.margin.measures:

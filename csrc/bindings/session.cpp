@@ -352,10 +352,17 @@ void bind_logs(SessionClass& c) {
              }
              return rows_of(events);
            })
-      .def("forget_gone",
+      .def("leave_out_gone",
            [](Session& s) {
+             std::vector<Event> events;  // the GIL keeps others from draining meanwhile
+             {
+               Guard guard(s.state.lock);
+               events = s.state.events.drain();
+             }
+             const bool can_wait = leave_out_gone(events);
              Guard guard(s.state.lock);
-             return s.state.events.forget_gone();
+             s.state.events.put_back(std::move(events));
+             return can_wait;
            })
       .def("logged_ops", [](const Session& s) { return rows_of(s.log.ops()); })
       .def("logged_inputs", [](const Session& s) { return rows_of(s.log.inputs()); })

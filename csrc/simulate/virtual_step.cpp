@@ -283,7 +283,7 @@ void VirtualStep::release(Page& each) {
   emit(EventKind::Released, &each, each.bytes, 0, each.value);
   each.arrival.reset();
   each.managed = false;
-  each.let_go_dropped = each.place == Place::Nowhere;
+  each.let_go_away = each.place != Place::Device;
   each.tickets = 0;
   each.place = Place::Lost;
 }
@@ -566,7 +566,7 @@ bool VirtualStep::collect(Page& root, Rerun& rerun) {
       seen[at(parent)] = 1;
       if (is_below(from)) {
         rerun.wanted.push_back(&from);
-      } else if (from.place == Place::Nowhere || from.let_go_dropped ||
+      } else if (from.place == Place::Nowhere || from.let_go_away ||
                  step_.released_at[at(parent)] < now_.position()) {
         todo.push_back(parent);
       } else if (from.managed) {

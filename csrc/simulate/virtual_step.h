@@ -147,7 +147,7 @@ class VirtualStep final : private Carrier, private Writer, private Mover {
     int64_t value = -1;
     Place place = Place::Lost;
     bool managed = false;
-    bool let_go_dropped = false;  // nobody made it again before it was let go of
+    bool let_go_away = false;  // it was not on the device when it was let go of
     int64_t candidate = -1;
     int32_t pins = 0;  // by a rerun, or a node that asked
     VirtualCopyPtr copy;

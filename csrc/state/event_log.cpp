@@ -6,54 +6,37 @@
 namespace delta {
 namespace {
 
-// Whose ids follow each other in the order in which they were packed.
-class Gone {
- public:
-  explicit Gone(const std::vector<Event>& events) {
-    for (const auto& each : events) {
-      if (is(each, EventKind::Packed)) {
-        first_ = std::min(first_, each.page);
-      }
-    }
-    for (const auto& each : events) {
-      if (is(each, EventKind::Released) && each.page >= first_) {
-        const auto place = static_cast<size_t>(each.page - first_);
-        gone_.resize(std::max(gone_.size(), place + 1));
-        gone_[place] = true;
-      }
+bool is(const Event& event, EventKind kind) { return event.kind == static_cast<int32_t>(kind); }
+
+// The pages that were packed and released among these events, in order. Pages have numbers in the
+// order in which they were packed.
+std::vector<int64_t> came_and_went(const std::vector<Event>& events) {
+  int64_t first = std::numeric_limits<int64_t>::max();
+  std::vector<int64_t> gone;
+  for (const auto& each : events) {
+    if (is(each, EventKind::Packed)) {
+      first = std::min(first, each.page);
+    } else if (is(each, EventKind::Released) && each.page >= first) {
+      gone.push_back(each.page);
     }
   }
-
-  bool has(int64_t page) const {
-    const auto place = static_cast<size_t>(page - first_);
-    return page >= first_ && place < gone_.size() && gone_[place];
-  }
-
-  static bool is(const Event& event, EventKind kind) {
-    return event.kind == static_cast<int32_t>(kind);
-  }
-
- private:
-  int64_t first_ = std::numeric_limits<int64_t>::max();
-  std::vector<bool> gone_;  // by id, from the first on
-};
+  std::sort(gone.begin(), gone.end());
+  return gone;
+}
 
 }  // namespace
 
-bool EventLog::forget_gone() {
-  const Gone gone(events_);
-  bool unmet = false;
-  for (const auto& each : events_) {
-    unmet |= Gone::is(each, EventKind::Shortfall);
+bool leave_out_gone(std::vector<Event>& events) {
+  if (std::any_of(events.begin(), events.end(),
+                  [](const Event& each) { return is(each, EventKind::Shortfall); })) {
+    return false;
   }
-  if (unmet) {
-    return false;  // what was there at that moment is to be told
-  }
-  events_.erase(
-      std::remove_if(events_.begin(), events_.end(),
-                     [&gone](const Event& each) { return each.page < 0 || gone.has(each.page); }),
-      events_.end());
-  return events_.size() < kFewEvents;
+  const std::vector<int64_t> gone = came_and_went(events);
+  const auto left_out = [&gone](const Event& each) {
+    return each.page < 0 || std::binary_search(gone.begin(), gone.end(), each.page);
+  };
+  events.erase(std::remove_if(events.begin(), events.end(), left_out), events.end());
+  return events.size() < kFewEvents;
 }
 
 }  // namespace delta

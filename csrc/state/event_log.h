@@ -9,6 +9,15 @@
 
 namespace delta {
 
+constexpr size_t kFewEvents = 1 << 12;
+
+// Leaves out, of the events since the last drain, those of pages that were packed and released
+// among them, and those of no page. Whoever ranks what is there sees nothing of them, unless the
+// filter learns from the past; a record of the step needs them. Returns whether the rest can wait
+// for the next drain. It cannot where it is much, nor where a request for room was not met: nothing
+// is left out then.
+bool leave_out_gone(std::vector<Event>& events);
+
 class EventLog {
  public:
   explicit EventLog(const Progress& now) : now_(now) {}
@@ -21,11 +30,11 @@ class EventLog {
   }
   bool is_full() const { return events_.size() >= kMostEvents; }  // somebody should drain it
   std::vector<Event> drain() { return std::exchange(events_, {}); }
-  // Leaves out what tells of pages that were packed since the last drain and are gone, and of no
-  // page: nobody who ranks what is there sees anything of them. Whether the rest can wait for the
-  // next drain. It cannot where a request for room was not met (nothing is left out then), or where
-  // it is much.
-  bool forget_gone();
+  // In front of what came since they were drained.
+  void put_back(std::vector<Event> events) {
+    events.insert(events.end(), events_.begin(), events_.end());
+    events_ = std::move(events);
+  }
 
   bool tracing() const { return tracing_; }
   void set_tracing(bool on) { tracing_ = on; }
@@ -38,7 +47,6 @@ class EventLog {
 
  private:
   static constexpr size_t kMostEvents = 1 << 16;
-  static constexpr size_t kFewEvents = 1 << 12;
   static constexpr size_t kMostTraceRows = 1 << 20;  // of one step
 
   const Progress& now_;

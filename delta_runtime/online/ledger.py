@@ -15,7 +15,8 @@ Note: order within a batch
        an EDGE may name such a page, and says nothing then.
     3. The sets of dropped neighbours depend on the order between pages too. They alone take events
        one by one, and are kept only for filters that look at them.
-    4. A batch is cut behind each end of a step and behind its worst unmet request, so that both see
+    4. All events of pages that were packed and released between two batches may be missing, unless `needs_all` says so.
+    5. A batch is cut behind each end of a step and behind its worst unmet request, so that both see
        the account of their moment.
 """
 
@@ -125,8 +126,8 @@ class Ledger:
         return self._policy
 
     @property
-    def learns(self) -> bool:
-        """Whether what is told of a page that is gone says anything, or is checked; else it may be left out."""
+    def needs_all(self) -> bool:
+        """Whether no event may be left out: the filter learns from pages that are gone, or events are checked."""
         return self._checked or self._near is not None or self._next_uses is not None
 
     @property
@@ -221,7 +222,7 @@ class Ledger:
             raise LedgerError("the ledger does not add up: " + "; ".join(faults))
 
     def _enter_in_parts(self, events: Events) -> None:
-        """Enter a batch with ends of steps or unmet requests: rule 4 of the Note."""
+        """Enter a batch with ends of steps or unmet requests: rule 5 of the Note."""
         kind, asked = events["kind"], events["bytes"]
         steps = kind == EventKind.STEP
         shortfalls = kind == EventKind.SHORTFALL

@@ -100,6 +100,7 @@ def check_that_the_next_one_works() -> None:
 
 OWNERS = {
     "hooks._pump": lambda runtime: runtime.hooks,
+    "pump.drain": lambda runtime: runtime.steps.pump,
     "pump.end_step": lambda runtime: runtime.steps.pump,
     "steps.finish": lambda runtime: runtime.steps,
     "steps.begin": lambda runtime: runtime.steps,

@@ -88,19 +88,23 @@ def test_written_plans_take_the_seconds_that_the_judge_says(graph, seed):
     assert step.seconds == pytest.approx(graph.seconds + step.rebuild_s, abs=1e-9)
 
 
-def test_what_was_dropped_and_let_go_of_is_made_again_for_a_rebuild_behind_the_same_op():
+@pytest.mark.parametrize("way", [Exit.DROP, Exit.SWAP])
+def test_what_was_away_and_let_go_of_is_made_again_for_a_rebuild_behind_the_same_op(way):
     """Value 1 is rebuilt from value 0, which is let go of right before value 1 is asked for."""
-    ops = [Op((), (1,), (0,), asked=False), Op((0,), (1,), (1,)), *[Op((), (1,), ())] * 3]
+    ops = [Op((), (1,), (0,), asked=False), Op((0,), (1,), (1,)), *[Op((), (1,), ())] * 4]
     graph = step_graph(ops)
-    assert graph.released_at[0] == graph.uses[0] == 4
+    assert graph.released_at[0] == graph.uses[0] == 5
     presence = Presence(graph)
     there = np.zeros((graph.n_ops, 2), bool)
-    there[4] = True
+    there[5] = True
     plan = presence.plan(there)
     assert [each.exit for each in plan.intervals()[0]] == [Exit.DROP, Exit.STAYS]
     both_s = graph.rerun_seconds[:2].sum()
     assert validate(plan, graph).rebuild_s == pytest.approx(both_s)
-    assert VirtualStep(graph, plan, 0).run().rebuild_s == pytest.approx(both_s)
+    plan.exits[0], plan.copy_back_at[0] = way, 4 if way == Exit.SWAP else -1
+    assert VirtualStep(graph, plan, 0, links=Links(1e12, 1.0)).run().rebuild_s == pytest.approx(
+        both_s
+    )
 
 
 @given(st.one_of(graphs(), blocks()), st.floats(0.2, 1.0))
