@@ -1,19 +1,22 @@
 """What does the runtime cost where it has nothing to do?
 
-A benchmark in four parts, each in one process with its contenders in turns:
+A benchmark in five parts, each in one process with its contenders in turns:
   (a) models: step time of M1 and M2 under a budget that never binds, over the ordinary steps around it: of idle steps,
       at most 1.005, and of observed ones, at most 1.02;
   (b) ops: microseconds per atomic op of 24 tiny blocks, where launching is all that costs, of an ordinary step, of one
       under an empty RecordFunction callback that asks for inputs and outputs (the floor), under our observer without
       hooks, with the hooks, and as a whole `runtime.step()`; the observer costs at most 1.4 times the floor;
   (c) saved tensors: microseconds per saved tensor, pack and unpack, of a managed tensor; at most 2.5;
-  (d) tiny: as (a), of a net of 726 tiny ops, where launching is all that a step takes: of idle steps, at most 1.03.
-Takes about 4 minutes on two idle cores; needs no GPU. Exits 1 if a limit is missed.
+  (d) tiny: as (a), of a net of 726 tiny ops, where launching is all that a step takes: of idle steps, at most 1.03;
+  (e) plan: what a step of that net takes, over the ordinary steps around it, while it follows a plan (what it runs
+      again left out), and what PyTorch's own ways to see ops and saved tensors take there: an empty RecordFunction
+      callback that asks for inputs and outputs, saved-tensor hooks that do nothing, and both.
+Takes about 5 minutes on two idle cores; needs no GPU. Exits 1 if a limit is missed.
 
-    python -m benchmarks.overhead [--parts models,ops,saved,tiny] [--models resnet50,gpt] [--rounds 15] [--json FILE]
+    python -m benchmarks.overhead [--parts ops,plan] [--models resnet50,gpt] [--rounds 15] [--json FILE]
 
-Differences are taken within each round; what is reported are medians with their quartiles. Parts (b), (c) and (d) run
-four times as many rounds, on one thread.
+Differences are taken within each round; what is reported are medians with their quartiles. All parts but (a) run four
+times as many rounds, on one thread.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import contextlib
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,7 +59,7 @@ MODEL_LIMIT = 1.02
 FLOOR_LIMIT = 1.4
 SAVED_LIMIT_US = 2.5
 NEVER_BINDS = "100%"
-PARTS = ("models", "ops", "saved", "tiny")
+PARTS = ("models", "ops", "saved", "tiny", "plan")
 SMALL_ROUNDS = 4
 """Rounds of the other parts for one of part (a): they are short, and noisier."""
 SETTLED = CALIBRATION_STEPS + QUIET_STEPS + 1
@@ -181,8 +184,8 @@ def over_ordinary(
 # ------------------------------------------------------------------------------------------- (d) tiny
 
 
-def bench_tiny(rounds: int) -> list[Figure]:
-    """Return the same as of the models, of a net of tiny ops."""
+def tiny_step() -> Callable[[delta.Runtime | None], float]:
+    """Return what runs a step of a net of tiny ops, without a runtime or in one, and returns its seconds."""
     torch.manual_seed(SEED)
     layers = [each for _ in range(60) for each in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]
     model = nn.Sequential(*layers)
@@ -197,10 +200,88 @@ def bench_tiny(rounds: int) -> list[Figure]:
             model(x).sum().backward()
         return time.perf_counter() - begin
 
-    idle, observed = over_ordinary(step, rounds, min_bytes=0)
+    return step
+
+
+def bench_tiny(rounds: int) -> list[Figure]:
+    """Return the same as of the models, of a net of tiny ops."""
+    idle, observed = over_ordinary(tiny_step(), rounds, min_bytes=0)
     return [
         Figure("tiny", "726 tiny ops: idle step over ordinary", "", idle, TINY_LIMIT),
         Figure("tiny", "726 tiny ops: observed step", "", observed),
+    ]
+
+
+# ------------------------------------------------------------------------------------------- (e) plan
+
+TIGHT = 0.87  # of the peak: a little above the least budget that the net can be trained in
+
+
+@contextlib.contextmanager
+def bare_observer() -> Iterator[None]:
+    """Have PyTorch box each op's inputs and outputs for a callback that does nothing."""
+    _C.enter_bare_observer()
+    try:
+        yield
+    finally:
+        _C.leave_bare_observer()
+
+
+def bare_hooks() -> contextlib.AbstractContextManager[None]:
+    """Have PyTorch call hooks for each saved tensor that give back another tensor of the same memory."""
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)
+
+
+@contextlib.contextmanager
+def both_bare() -> Iterator[None]:
+    """Have PyTorch do both."""
+    with bare_observer(), bare_hooks():
+        yield
+
+
+def bench_plan(rounds: int) -> list[Figure]:
+    """Return what a step of tiny ops takes that follows a plan, and what seeing it takes at the least."""
+    step = tiny_step()
+    with contextlib.closing(delta.Runtime(NEVER_BINDS, device="cpu", min_bytes=0)) as roomy:
+        step(roomy)
+        needed_bytes = roomy.report().totals.peak_bytes
+    budget_bytes = int(TIGHT * needed_bytes)
+    runtime = delta.Runtime(budget_bytes, policy="recompute", device="cpu", min_bytes=0)
+
+    def follows() -> float:
+        seconds = step(runtime)
+        last = runtime.report().last
+        assert last is not None
+        return seconds - last.rebuild_s
+
+    def within(context: Callable[[], contextlib.AbstractContextManager[None]]) -> float:
+        with context():
+            return step(None)
+
+    for _ in range(SETTLED):
+        step(runtime)
+        runtime.wait_for_plan()
+    kinds: dict[str, Callable[[], float]] = {
+        "following a plan, beside what runs again": follows,
+        "an empty RecordFunction callback": lambda: within(bare_observer),
+        "saved-tensor hooks that do nothing": lambda: within(bare_hooks),
+        "both": lambda: within(both_bare),
+    }
+    ratios: dict[str, list[float]] = {name: [] for name in kinds}
+    before = step(None)
+    for _ in range(rounds):
+        for name, kind in kinds.items():
+            seconds = kind()
+            after = step(None)
+            ratios[name].append(2 * seconds / (before + after))
+            before = after
+    followed = runtime.report().last
+    if followed is None or not followed.plan_hits or not followed.drops:
+        raise RuntimeError("the step was meant to follow a plan that drops")
+    runtime.close()
+    return [
+        Figure("plan", f"726 tiny ops over ordinary: {name}", "", Spread.of(each))
+        for name, each in ratios.items()
     ]
 
 
@@ -242,14 +323,6 @@ def bench_ops(rounds: int) -> list[Figure]:
     # min_bytes=0: everything that this tiny model saves is managed, as a large model's is.
     runtime = delta.Runtime(NEVER_BINDS, device="cpu", min_bytes=0)
     runtime.steps.idle = IdleSteps(0)  # which no step fits: all are observed
-
-    @contextlib.contextmanager
-    def floor() -> Any:
-        _C.enter_bare_observer()
-        try:
-            yield
-        finally:
-            _C.leave_bare_observer()
 
     @contextlib.contextmanager
     def observer(hooked: bool) -> Any:
@@ -295,7 +368,7 @@ def bench_ops(rounds: int) -> list[Figure]:
     taken = in_turns(
         {
             "ordinary": timed(contextlib.nullcontext),
-            "bare RecordFunction": timed(floor),
+            "bare RecordFunction": timed(bare_observer),
             "our observer": timed(lambda: observer(hooked=False)),
             "our observer and hooks": timed(lambda: observer(hooked=True)),
             "runtime.step()": whole,
@@ -464,6 +537,9 @@ def main(argv: list[str] | None = None) -> int:
     if "tiny" in arguments.parts:
         console.print(f"  tiny ops: {SMALL_ROUNDS * arguments.rounds} rounds")
         results.figures += bench_tiny(SMALL_ROUNDS * arguments.rounds)
+    if "plan" in arguments.parts:
+        console.print(f"  following a plan: {SMALL_ROUNDS * arguments.rounds} rounds")
+        results.figures += bench_plan(SMALL_ROUNDS * arguments.rounds)
     results.show()
     write_json(
         arguments.json,
