@@ -59,7 +59,8 @@ class Trial:
         least_extra: share of an ordinary step of these sizes that recomputing takes at the least, whatever is dropped;
             0 where nothing is known of it.
         speeds: of each timed step of a runtime, in samples, over the ordinary steps right before and behind it; empty
-            for others.
+            others.
+        bound_s: seconds for which `least_extra` was looked for, at the most.
     """
 
     model: str
@@ -73,6 +74,7 @@ class Trial:
     ordinary_samples_per_s: float = 0.0
     least_extra: float = 0.0
     speeds: Sequence[float] = ()
+    bound_s: float = 0.0
 
 
 def accumulated(state: TrainState, parts: int) -> Callable[[int], None]:
@@ -206,6 +208,7 @@ class AtCapacity:
             self.workload.batch_size / ordinary_s if ordinary_s else 0.0,
             least_extra,
             speeds,
+            self.bound_s,
         )
 
     def _runtime(self, name: str, limit_bytes: int) -> delta.Runtime | None:
@@ -292,7 +295,7 @@ Record = PointsFile[Trial]
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return what a trial's figures depend on beside its sizes."""
-    given = {name: getattr(arguments, name) for name in ("link", "steps", "threads", "bound_s")}
+    given = {name: getattr(arguments, name) for name in ("link", "steps", "threads")}
     return given | ORDINARY_STEPS
 
 

@@ -133,11 +133,13 @@ def test_growths_alone_are_timed_in_turns(
     given += ["--bound-s", "0.1", "--docs", str(page)]
     assert stress_max_batch.main([*given, "--only", "2,3", "--rounds", "1"]) == 0
     assert stress_max_batch.main([*given, "--only", "2,3", "--rounds", "2"]) == 0
-    options = {"link": None, "steps": 1, "threads": 1, "bound_s": 0.1}
+    options = {"link": None, "steps": 1, "threads": 1}
     trials = Record(out, Trial, options | ORDINARY_STEPS).points
     assert [each.batch_size // TINY.batch_size for each in trials] == [2, 3, 2, 3]
     assert all(not each.failure and each.ordinary_samples_per_s > 0 for each in trials)
-    assert all(len(each.speeds) == 4 for each in trials)
+    assert all(len(each.speeds) == 4 and each.bound_s == 0.1 for each in trials)
+    given[given.index("0.1")] = "0.2"  # of new trials alone
+    assert stress_max_batch.main([*given, "--only", "2,3", "--rounds", "2"]) == 0
     speeds = [speed for each in trials[::2] for speed in each.speeds]
     told = f"{statistics.median(speeds):.1%}"
     assert told in capsys.readouterr().out
