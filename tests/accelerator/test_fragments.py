@@ -32,8 +32,6 @@ STEPS = 50
 LATE = 5  # steps by whose time all is settled
 SCALE_OF_GROWING = 128
 """Models of 8 to 12 MB stand for some of 1 to 1.5 GB, next to which a page is small."""
-SHARES = {"whisper": 0.66}
-"""Of the ordinary peak, where it is not 60 %: there Whisper lacks a few kilobytes in one of six runs."""
 MODELS = ("gpt2_eager", "bert", "inplace_resnet", "custom_functions")
 
 
@@ -149,11 +147,17 @@ def test_a_step_does_not_fill_the_device_again_once_it_was_refused_memory(
     assert 1 <= rescues[0] <= 20
 
 
-@pytest.mark.parametrize("name", ["mamba", "whisper"])
-def test_segments_that_grow_leave_room_where_cut_ones_do_not(name, segments, device, controls):
-    """From the first step on, on a device as large as the budget, at which cut segments let an op die."""
+@pytest.mark.parametrize(("name", "share"), [("mamba", 0.6), ("whisper", 0.66)])
+def test_segments_that_grow_leave_room_where_cut_ones_do_not(
+    name, share, segments, device, controls
+):
+    """From the first step on, on a device as large as the budget, at which cut segments let an op die.
+
+    At 60 % Whisper lacks a few kilobytes now and then: it depends on the seconds that were measured. That is a fault,
+    which the test of every model below still shows.
+    """
     wanted, peak_bytes = ordinary(name, device, controls, steps=2)
-    budget_bytes = int(SHARES.get(name, 0.6) * peak_bytes)
+    budget_bytes = int(share * peak_bytes)
     controls.fake.set_segments(SCALE_OF_GROWING)
     with pytest.raises(torch.OutOfMemoryError):
         inside(name, device, controls, budget_bytes, steps=2)
@@ -168,7 +172,7 @@ def test_every_model_trains_from_its_first_step_on_where_segments_grow(
     name, segments, device, controls
 ):
     wanted, peak_bytes = ordinary(name, device, controls, steps=4)
-    budget_bytes = int(SHARES.get(name, 0.6) * peak_bytes)
+    budget_bytes = int(0.6 * peak_bytes)
     controls.fake.set_segments(SCALE_OF_GROWING, expandable=True)
     bits, reserved, _ = inside(name, device, controls, budget_bytes, steps=4)
     assert_same_bits(bits, wanted, name)

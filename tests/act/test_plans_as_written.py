@@ -102,7 +102,7 @@ def training(model: nn.Module, x: torch.Tensor, **options: object) -> Iterator[T
     settings: dict[str, object] = {"policy": "recompute", "device": "cpu", "min_bytes": 0}
     runtime = delta.Runtime("50%", **(settings | options))  # type: ignore[arg-type]
     trained = Trained(runtime, model, x)
-    runtime.steps.pump.listener = lambda events: trained.events.append(events.copy())
+    runtime.steps.pump.listener = trained.events.append
     try:
         with runtime:
             trained.record()

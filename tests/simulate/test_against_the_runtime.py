@@ -117,11 +117,12 @@ def test_without_a_plan_the_same_values_are_dropped_at_the_same_ops(policy, shar
     recorder.close()
     runtime = delta.Runtime(budget=budget_bytes, policy=policy, device="cpu")
     steps = 5
-    for index in range(steps):
-        with listening(runtime) as heard:
-            train_step(state, state.batch(index), runtime)
-            runtime.steps.pump.drain()
-        began = runtime.session.step_begin_tick()
+    for index in range(steps - 1):  # nobody listens: what came and went is left out of the account
+        train_step(state, state.batch(index), runtime)
+    with listening(runtime) as heard:
+        train_step(state, state.batch(steps - 1), runtime)
+        runtime.steps.pump.drain()
+    began = runtime.session.step_begin_tick()
     runtime.close()
     virtual = VirtualStep(graph, None, budget_bytes, policy=get_policy(policy))
     for _ in range(steps):
