@@ -25,6 +25,7 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h tests/suppor
 export HF_HUB_OFFLINE := 1
 unexport DELTA_BUDGET DELTA_POLICY DELTA_DEVICE DELTA_HOST_BUDGET DELTA_DISK_BUDGET DELTA_SPILL_DIR
 unexport DELTA_VERIFY DELTA_MIN_BYTES DELTA_STRICT DELTA_TRACE DELTA_REPORT DELTA_CHECK DELTA_PLANNING
+unexport DELTA_LIMIT_RESERVED
 # Each worker and child of the tests would compile our modules for itself.
 unexport PYTHONDONTWRITEBYTECODE
 

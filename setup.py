@@ -1,6 +1,8 @@
 """Builds the extension `delta_runtime._C` from csrc/; everything else is in pyproject.toml.
 
-Only the headers that torch ships are used: no CUDA toolkit, no nvcc. With ninja the files compile
+Only the headers that torch ships are used: no CUDA toolkit, no nvcc. Where torch is a build for CUDA and CUDA's own
+headers are there too (in a toolkit, or from `pip install nvidia-cuda-crt`), `delta_runtime._cuda` is built from
+csrc/cuda/ beside it; the package works without. With ninja the files compile
 in parallel (MAX_JOBS, by default one per core) and only what changed is compiled again. The files of a
 folder of csrc/ are compiled as one: most of the time goes into torch's headers, which are read once then.
 
@@ -9,6 +11,7 @@ folder of csrc/ are compiled as one: most of the time goes into torch's headers,
     pip install --no-build-isolation -e .
 """
 
+import importlib.util
 import os
 import shlex
 import shutil
@@ -18,7 +21,7 @@ from glob import glob
 from pathlib import Path
 from typing import NoReturn
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 
 def stop(problem: str, remedy: str) -> NoReturn:
@@ -27,7 +30,12 @@ def stop(problem: str, remedy: str) -> NoReturn:
 
 try:
     import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension, get_cxx_compiler
+    from torch.utils.cpp_extension import (
+        CUDA_HOME,
+        BuildExtension,
+        CppExtension,
+        get_cxx_compiler,
+    )
 except ImportError as error:
     stop(
         f"torch cannot be imported ({error}).",
@@ -40,6 +48,9 @@ except ImportError as error:
 # -DNDEBUG: the layout of at::RecordFunction depends on it, and torch's own binaries have it set.
 # -g1: line tables for stack traces, a tenth of the size of full debug information.
 COMPILE_FLAGS = ["-O3", "-DNDEBUG", "-g1", "-fvisibility=hidden", "-Wall", "-Wno-unused-function"]
+
+
+CUDA_FOLDER = Path("csrc", "cuda")  # an extension of its own
 
 
 def require_toolchain() -> None:
@@ -66,7 +77,7 @@ def joined_sources(folder: Path) -> list[str]:
     paths = []
     if astray := set(Path("csrc").rglob("*.cpp")) - set(Path("csrc").glob("*/*.cpp")):
         stop(f"{min(astray)} is not in a folder of csrc/.", "Move it into one.")
-    for each in sorted({path.parent for path in Path("csrc").glob("*/*.cpp")}):
+    for each in sorted({path.parent for path in Path("csrc").glob("*/*.cpp")} - {CUDA_FOLDER}):
         names = sorted(path.name for path in each.glob("*.cpp"))
         text = "".join(f'#include "{each.name}/{name}"\n' for name in names)
         path = folder / f"{each.name}.cpp"
@@ -76,6 +87,48 @@ def joined_sources(folder: Path) -> list[str]:
             new.replace(path)
         paths.append(path.as_posix())
     return paths
+
+
+def cuda_headers() -> str | None:
+    """Return where CUDA's headers are: in a toolkit, or as pip installs them beside torch; None: nowhere."""
+    places = [Path(home, "include") for home in (CUDA_HOME, "/usr/local/cuda") if home]
+    nvidia = importlib.util.find_spec("nvidia")
+    for root in (nvidia.submodule_search_locations or []) if nvidia else []:
+        places += [*Path(root).glob("cu*/include"), Path(root, "cuda_runtime", "include")]
+    for place in places:
+        if (place / "cuda_runtime_api.h").exists() and (place / "crt" / "host_config.h").exists():
+            return str(place)
+    return None
+
+
+def extensions() -> list[Extension]:
+    found = [
+        CppExtension(
+            "delta_runtime._C",
+            sources=joined_sources(Path("build", "joined")),
+            depends=sorted(glob("csrc/*/*.cpp") + glob("csrc/*/*.h")),
+            include_dirs=[os.path.abspath("csrc")],
+            extra_compile_args=COMPILE_FLAGS,
+        )
+    ]
+    if torch.version.cuda is None:
+        return found
+    headers = cuda_headers()
+    if headers is None:
+        print("delta_runtime._cuda is not built: CUDA's headers are not here (nvidia-cuda-crt).")
+        return found
+    return [
+        *found,
+        CppExtension(
+            "delta_runtime._cuda",
+            sources=sorted(path.as_posix() for path in CUDA_FOLDER.glob("*.cpp")),
+            depends=["csrc/pool/limited_allocator.h"],
+            include_dirs=[os.path.abspath("csrc"), headers],
+            libraries=["c10_cuda"],
+            extra_compile_args=COMPILE_FLAGS,
+            optional=True,
+        ),
+    ]
 
 
 class Build(BuildExtension):
@@ -90,16 +143,16 @@ class Build(BuildExtension):
         )
         super().run()
 
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            super().build_extension(ext)
+        except RuntimeError as error:  # of ninja
+            if not ext.optional:
+                raise
+            print(f"{ext.name} is not built: {error}")
+
 
 setup(
-    ext_modules=[
-        CppExtension(
-            "delta_runtime._C",
-            sources=joined_sources(Path("build", "joined")),
-            depends=sorted(glob("csrc/*/*.cpp") + glob("csrc/*/*.h")),
-            include_dirs=[os.path.abspath("csrc")],
-            extra_compile_args=COMPILE_FLAGS,
-        )
-    ],
+    ext_modules=extensions(),
     cmdclass={"build_ext": Build},
 )

@@ -60,6 +60,7 @@ class Config:
         planning: when plans are made: beside (beside training, on a thread of their own) | between (between steps,
             which wait for them: equal runs have equal plans at equal steps).
         check: check every invariant after every event (slow).
+        limit_reserved: keep what an accelerator's allocator reserves inside the budget too, where that can be done.
 
     Raises:
         UsageError: a setting makes no sense by itself.
@@ -83,6 +84,7 @@ class Config:
     report: str = "off"
     planning: str = "beside"
     check: bool = False
+    limit_reserved: bool = True
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -230,6 +232,18 @@ def check_requested(environ: Mapping[str, str] | None = None) -> bool:
     return bool(text) and _check_bool(VARIABLES["check"], text)
 
 
+def limit_requested(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether reserved bytes are to be kept inside the budget, for runtimes made in code: unless DELTA_LIMIT_RESERVED
+    is false.
+
+    Raises:
+        UsageError: DELTA_LIMIT_RESERVED is neither true nor false.
+    """
+    environ = os.environ if environ is None else environ
+    text = environ.get(VARIABLES["limit_reserved"], "").strip()
+    return not text or _check_bool(VARIABLES["limit_reserved"], text)
+
+
 def planning_requested(environ: Mapping[str, str] | None = None) -> str:
     """When DELTA_PLANNING says that plans are to be made, for runtimes made in code.
 
@@ -256,6 +270,7 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
         "report": "DELTA_REPORT",
         "planning": "DELTA_PLANNING",
         "check": "DELTA_CHECK",
+        "limit_reserved": "DELTA_LIMIT_RESERVED",
     }
 )
 """The environment variable of each field that has one."""
@@ -375,5 +390,6 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
         "report": _one_of(*REPORT_MODES),
         "planning": _one_of(*PLANNING_MODES),
         "check": _check_bool,
+        "limit_reserved": _check_bool,
     }
 )

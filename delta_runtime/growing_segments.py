@@ -36,6 +36,12 @@ def segments_expand() -> bool:
     return f"{_OPTION}:true" in _words(_settings() or _of_the_environment())
 
 
+def is_native() -> bool:
+    """Whether the allocator is PyTorch's own, and not one that the program has put in its place."""
+    asked = getattr(torch._C, "_cuda_getAllocatorBackend", None)  # absent from builds without CUDA
+    return asked is None or asked() == "native"
+
+
 def let_segments_grow(
     device: torch.device, allocate: Callable[[torch.device], None] | None = None
 ) -> bool:
@@ -80,15 +86,9 @@ def _is_ours_to_set() -> bool:
         and not torch.version.hip
         and _OPTION not in said
         and "backend:" not in said.replace("backend:native", "")
-        and _is_native()
+        and is_native()
         and "microsoft" not in platform.release().lower()
     )
-
-
-def _is_native() -> bool:
-    """Whether the allocator is PyTorch's own, and not one that the program has put in its place."""
-    asked = getattr(torch._C, "_cuda_getAllocatorBackend", None)  # absent from builds without CUDA
-    return asked is None or asked() == "native"
 
 
 def _settings() -> str:

@@ -35,7 +35,13 @@ from delta_runtime import (
 )
 from delta_runtime.act.pinning import pinning
 from delta_runtime.act.tiers import Tiers, open_tiers
-from delta_runtime.config import Config, Launched, check_requested, planning_requested
+from delta_runtime.config import (
+    Config,
+    Launched,
+    check_requested,
+    limit_requested,
+    planning_requested,
+)
 from delta_runtime.core.errors import BudgetInfeasible, UsageError
 from delta_runtime.core.events import PROFILE_DTYPE, Place
 from delta_runtime.core.plan import Plan
@@ -48,11 +54,14 @@ from delta_runtime.online.policies import Policy, Stress, get_policy
 from delta_runtime.report.step_figures import metrics, status
 from delta_runtime.report.step_plot import LiveBytes
 from delta_runtime.report.step_report import StepReport, StepTotals, TierUse
+from delta_runtime.reserved_limit import let_allocator_keep_to_limits
 from delta_runtime.steps import Steps
 from delta_runtime.torch_hooks import TorchHooks
 
 logger = logging.getLogger(__name__)
 
+_WHOLE_DEVICE = 1 << 62
+"""Bytes, more than any device has: with ``budget="auto"`` its end is the limit."""
 _VERIFY = {"off": 0, "first": 1, "always": 2}
 _STRESS = {each: number for number, each in enumerate(Stress)}
 
@@ -123,6 +132,7 @@ class Runtime:
             trace=trace,
             planning=planning_requested(),
             check=check_requested(),
+            limit_reserved=limit_requested(),
         )
         self._start(config, chosen or get_policy(config.policy))
 
@@ -141,6 +151,8 @@ class Runtime:
             cpu_pool.install()
         if policy.evicts_to:
             let_segments_grow(self.device)
+            if config.limit_reserved:
+                let_allocator_keep_to_limits(self.device)
         self.budget_bytes = resolve_budget(config, self.device)
         self.tiers = tiers = open_tiers(config, self.device)
         try:
@@ -202,6 +214,7 @@ class Runtime:
             seed=policy.seed,
             drop=Place.DROPPED in policy.evicts_to,
             swap=swaps,
+            reserved_bytes=self._reserved_bytes(policy),
             host_bytes=tiers.host_bytes,
             link_bytes_per_s=tiers.link_bytes_per_s,
             crossings_out=tiers.crossings_out,
@@ -212,6 +225,12 @@ class Runtime:
             pin=pins[0] if pins else None,
             unpin=pins[1] if pins else None,
         )
+
+    def _reserved_bytes(self, policy: Policy) -> int:
+        """Return the most that an accelerator's allocator is to reserve; 0 where that is left to it."""
+        if self.device.type == "cpu" or not policy.evicts_to or not self.config.limit_reserved:
+            return 0
+        return _WHOLE_DEVICE if self.config.budget == "auto" else self.budget_bytes
 
     # ------------------------------------------------------------------ entering and leaving
 

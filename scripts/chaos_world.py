@@ -294,6 +294,8 @@ class World:
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS)).to(self.device.torch)
         self.x = torch.randn(self.device.rows, WIDTH).to(self.device.torch)
         self.rest()
+        # MKL chooses its kernels at their first call, which must not be one of two threads: a session sees to that.
+        delta.Runtime(1 << 30, device=str(self.device.torch)).close()
         self.wanted = self.step(None)  # and what a library takes once is taken
         self.rest()
         self.base_bytes = self.device.allocated_bytes()

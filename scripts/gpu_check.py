@@ -91,8 +91,15 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         "fragments",
-        (*PYTEST, "tests/accelerator/test_fragments.py"),
-        dry=(*PYTEST, "tests/accelerator/test_fragments.py", "-k", "grow", "-m", "not slow"),
+        (
+            *PYTEST,
+            *(f"tests/accelerator/test_{name}.py" for name in ("fragments", "reserved_limit")),
+        ),
+        dry=(
+            *PYTEST,
+            *(f"tests/accelerator/test_{name}.py" for name in ("fragments", "reserved_limit")),
+            *("-k", "grow or reserved_limit", "-m", "not slow"),
+        ),
     ),
     Part(
         "faults",

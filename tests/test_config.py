@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from delta_runtime.config import VARIABLES, Config, check_requested, unknown_variables
+from delta_runtime.config import (
+    VARIABLES,
+    Config,
+    check_requested,
+    limit_requested,
+    unknown_variables,
+)
 from delta_runtime.core.errors import UsageError
 
 
@@ -107,6 +113,7 @@ def test_every_variable_reaches_its_field():
         "DELTA_REPORT": "step",
         "DELTA_PLANNING": "between",
         "DELTA_CHECK": "on",
+        "DELTA_LIMIT_RESERVED": "no",
     }
     assert set(texts) == set(VARIABLES.values())
     assert Config.from_environment(texts) == Config(
@@ -123,6 +130,7 @@ def test_every_variable_reaches_its_field():
         report="step",
         planning="between",
         check=True,
+        limit_reserved=False,
     )
 
 
@@ -162,6 +170,14 @@ def test_check_and_misspelt_variables():
     assert check_requested({"DELTA_CHECK": "1"})
     with pytest.raises(UsageError, match="^DELTA_CHECK: "):
         check_requested({"DELTA_CHECK": "very"})
+
+
+def test_reserved_bytes_are_limited_unless_somebody_says_no():
+    assert limit_requested({})
+    assert limit_requested({"DELTA_LIMIT_RESERVED": "1"})
+    assert not limit_requested({"DELTA_LIMIT_RESERVED": "0"})
+    with pytest.raises(UsageError, match="^DELTA_LIMIT_RESERVED: "):
+        limit_requested({"DELTA_LIMIT_RESERVED": "never"})
     assert unknown_variables({"DELTA_BUDGET": "1", "DELTA_BUGDET": "1"}) == {
         "DELTA_BUGDET": "DELTA_BUDGET"
     }

@@ -8,6 +8,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <optional>
+#include <string>
 
 #include "bindings/callbacks.h"
 #include "bindings/dry_run.h"
@@ -20,6 +22,7 @@
 #include "observe/observer.h"
 #include "observe/op_rescue.h"
 #include "pool/cpu_pool.h"
+#include "pool/limited_allocator.h"
 #include "rebuild/device_hash.h"
 #include "state/entered.h"
 #include "state/session.h"
@@ -68,6 +71,22 @@ void bind_pool(py::module_& m) {
   pool.def("rescued_bytes", &cpu_pool::rescued_bytes);
   pool.def("over_limit_peak_bytes", &cpu_pool::over_limit_peak_bytes);
   pool.def("reset_counters", &cpu_pool::reset_counters);
+}
+
+void bind_limited_allocators(py::module_& m) {
+  m.def(
+      "set_limited_allocator",
+      [](const std::string& device, const std::optional<py::capsule>& allocator) {
+        set_limited_allocator(c10::Device(device),
+                              allocator ? allocator->get_pointer<LimitedAllocator>() : nullptr);
+      },
+      py::arg("device"), py::arg("allocator"),
+      "Have the sessions of a device that are made from now on keep its reserved bytes to their "
+      "budget, by the LimitedAllocator in a capsule, which must live for good; None: by nothing.");
+  m.def(
+      "has_limited_allocator",
+      [](const std::string& device) { return limited_allocator(c10::Device(device)) != nullptr; },
+      py::arg("device"));
 }
 
 // For tests and benchmarks.
@@ -208,6 +227,7 @@ void bind_process(py::module_& m) {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "delta_runtime's extension: observes ops and saved tensors, frees and rebuilds them.";
   delta::bind_pool(m);
+  delta::bind_limited_allocators(m);
   delta::bind_session(m);
   delta::bind_plan(m);
   delta::bind_planners(m);

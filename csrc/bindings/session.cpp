@@ -106,6 +106,7 @@ void bind_counters(py::module_& m) {
       .def_readonly("boundary_evictions", &Counters::boundary_evictions)
       .def_readonly("rescues", &Counters::rescues)
       .def_readonly("rescued_bytes", &Counters::rescued_bytes)
+      .def_readonly("over_limit", &Counters::over_limit)
       .def_readonly("shortfalls", &Counters::shortfalls)
       .def_readonly("shortfall_bytes", &Counters::shortfall_bytes)
       .def_readonly("comparisons", &Counters::comparisons)
@@ -140,8 +141,8 @@ void bind_life(SessionClass& c) {
   c.def(py::init([](const std::string& device, int64_t budget_bytes, int64_t min_bytes, int verify,
                     int stress, uint64_t seed, bool drop, bool swap, int64_t host_bytes,
                     double link_bytes_per_s, double crossings_out, double crossings_in,
-                    int spill_file, int64_t spill_bytes, bool spill_direct, py::object pin,
-                    py::object unpin) {
+                    int spill_file, int64_t spill_bytes, bool spill_direct, int64_t reserved_bytes,
+                    py::object pin, py::object unpin) {
           SessionOptions options;
           options.device = c10::Device(device);
           options.budget_bytes = budget_bytes;
@@ -158,6 +159,7 @@ void bind_life(SessionClass& c) {
           options.spill_file = spill_file;
           options.spill_bytes = spill_bytes;
           options.spill_direct = spill_direct;
+          options.reserved_bytes = reserved_bytes;
           if (!pin.is_none()) {
             options.pinning = {pinning_of(std::move(pin)), pinning_of(std::move(unpin))};
           }
@@ -168,8 +170,8 @@ void bind_life(SessionClass& c) {
         py::arg("seed") = 0, py::arg("drop") = true, py::arg("swap") = false,
         py::arg("host_bytes") = 0, py::arg("link_bytes_per_s") = 0.0,
         py::arg("crossings_out") = 1.0, py::arg("crossings_in") = 1.0, py::arg("spill_file") = -1,
-        py::arg("spill_bytes") = 0, py::arg("spill_direct") = false, py::arg("pin") = py::none(),
-        py::arg("unpin") = py::none(),
+        py::arg("spill_bytes") = 0, py::arg("spill_direct") = false, py::arg("reserved_bytes") = 0,
+        py::arg("pin") = py::none(), py::arg("unpin") = py::none(),
         "The descriptor `spill_file` stays the caller's, who may close it after this.")
       .def("pack_hook", &pack_hook)
       .def("unpack_hook", &unpack_hook)
@@ -246,7 +248,7 @@ void bind_memory(SessionClass& c) {
           "Copy what is saved to a tier below, and free nothing; for tests.")
       .def("make_room",
            [](Session& s, int64_t bytes) { return s.eviction.make_room(bytes, false); })
-      .def("set_budget", [](Session& s, int64_t bytes) { s.state.account.set_budget(bytes); })
+      .def("set_budget", &Session::set_budget)
       .def("live_bytes", [](const Session& s) { return s.state.account.live_bytes(); })
       .def("begin_alone", [](Session& s) { s.state.account.begin_step(); })
       .def(

@@ -40,7 +40,7 @@ int64_t Eviction::look_ahead(int64_t need_bytes) {
       0, room - kTuning.slack_bytes - make_room(room, /*inside_allocation=*/false));
 }
 
-bool Eviction::rescue(int64_t need_bytes, int attempt) {
+bool Eviction::rescue(int64_t need_bytes, int attempt, bool inside_allocation) {
   constexpr int most_attempts = 3;
   if (attempt >= most_attempts || options_.device.is_cpu()) {
     return false;
@@ -50,15 +50,15 @@ bool Eviction::rescue(int64_t need_bytes, int attempt) {
     account_.note_refused();
   }
   const int64_t freed = evict(all ? std::numeric_limits<int64_t>::max() / 4 : need_bytes,
-                              /*inside_allocation=*/false, /*tells=*/false);
+                              inside_allocation, /*tells=*/false);
   await_all_streams(options_.device);  // what they still used is free behind this
   if (all || freed < need_bytes) {
     c10::getDeviceAllocator(options_.device.type())->emptyCache();
   }
-  Guard guard(lock_);
-  ++counters_.rescues;
-  counters_.rescued_bytes += freed;
-  events_.emit(EventKind::Rescue, nullptr, need_bytes, 0);
+  if (!inside_allocation) {
+    Guard guard(lock_);
+    note_rescue(need_bytes, freed);
+  }
   return freed > 0 || attempt + 1 < most_attempts;
 }
 
@@ -161,7 +161,8 @@ class Eviction::Carrying final : public Carrier {
   bool look() override { return eviction_.on_device_.take_hashes(guard_); }
 
   bool wait() override {
-    if (eviction_.tiers_.wants_to_grow()) {  // rather than wait for what is on its way back
+    // Rather than wait for what is on its way back; but what pins memory may take the GIL (gil.h).
+    if (eviction_.tiers_.wants_to_grow() && !inside_allocation_) {
       guard_.unlock();
       eviction_.tiers_.grow();
       guard_.lock();
@@ -218,9 +219,7 @@ int64_t Eviction::evict(int64_t bytes, bool inside_allocation, bool tells) {
     freed = carrying.freed_bytes();
   }
   if (inside_allocation) {
-    ++counters_.rescues;
-    counters_.rescued_bytes += freed;
-    events_.emit(EventKind::Rescue, nullptr, bytes, 0);
+    note_rescue(bytes, freed);
   }
   if (freed < bytes && tells) {
     note_shortfall(bytes - freed);
@@ -251,6 +250,12 @@ void Eviction::wait_for(Transfer& transfer, Guard& guard) {
   if (!transfer.out || transfer.lane->host_waits()) {
     tiers_.note_host_wait(transfer.out, waited_s);
   }
+}
+
+void Eviction::note_rescue(int64_t bytes, int64_t freed_bytes) {
+  ++counters_.rescues;
+  counters_.rescued_bytes += freed_bytes;
+  events_.emit(EventKind::Rescue, nullptr, bytes, 0);
 }
 
 void Eviction::note_shortfall(int64_t bytes) {

@@ -33,7 +33,7 @@ class Eviction : public Part {
   // Makes room on an accelerator whose memory gave out, more with each attempt: what an op needs,
   // then all that may leave, with what the allocator keeps for later. False: there is no more to be
   // had.
-  bool rescue(int64_t need_bytes, int attempt);
+  bool rescue(int64_t need_bytes, int attempt, bool inside_allocation = false);
   bool drop(Page& page);  // under the lock
 
  private:
@@ -41,6 +41,7 @@ class Eviction : public Part {
 
   int64_t evict(int64_t bytes, bool inside_allocation, bool tells);
   void wait_for(Transfer& transfer, Guard& guard);
+  void note_rescue(int64_t bytes, int64_t freed_bytes);
   void note_shortfall(int64_t bytes);
 
   OutsideMemory& outside_;

@@ -24,7 +24,6 @@ namespace delta {
 namespace {
 
 std::atomic<bool> g_enabled{true};
-thread_local bool t_making_room = false;
 thread_local bool t_gave_up = false;  // an op inside of the one that runs was not given its room
 
 c10::intrusive_ptr<Session> session_here() {
@@ -246,21 +245,10 @@ class Given {
   bool all_kept_ = true;
 };
 
-class MakingRoom {
- public:
-  MakingRoom() : before_(std::exchange(t_making_room, true)) {}
-  ~MakingRoom() { t_making_room = before_; }
-  MakingRoom(const MakingRoom&) = delete;
-  MakingRoom& operator=(const MakingRoom&) = delete;
-
- private:
-  bool before_;
-};
-
 // Where that fails by itself the op's own error is what the user is told. (A stream that is
 // captured must not be waited for; an error of memory ends its capture in any case.)
 bool made_room(Session& session, int64_t bytes, int attempt) {
-  const MakingRoom making;
+  const WithoutRescue making;
   try {
     return session.eviction.rescue(bytes, attempt);
   } catch (const c10::Error&) {
@@ -302,7 +290,7 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::St
   const c10::ArrayRef<const c10::IValue> inputs(stack->data() + stack->size() - n_arguments,
                                                 n_arguments);
   c10::intrusive_ptr<Session> session;
-  if (g_enabled.load(std::memory_order_relaxed) && !t_making_room && !thread_trash().locked) {
+  if (g_enabled.load(std::memory_order_relaxed) && !thread_trash().locked) {
     session = session_here();
   }
   if (!session || session->device().is_cpu()) {

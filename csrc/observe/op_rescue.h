@@ -20,6 +20,9 @@
 //     would wait for what runs them.
 //  5. What a __torch_dispatch__ calls is not rescued: PyTorch takes all keys above Python's away
 //     there.
+//  6. An allocator that keeps to a limit (pool/limited_allocator.h) makes room inside of the
+//     allocation. Where one is there, what comes here is what it found no room for; host memory for
+//     that may be pinned here, and not there.
 #pragma once
 
 namespace delta {

@@ -35,10 +35,12 @@ class Quiet {
 // What a thread has whose ops are run again when they run out of memory (see op_rescue.h).
 constexpr auto kRescuesOps = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
-// Below this they fail at once: making room for them would wait for what runs them.
+// Below this they fail at once, and so do allocations: making room for them would wait for what
+// runs them.
 class WithoutRescue {
   c10::impl::ExcludeDispatchKeyGuard none_{c10::DispatchKeySet(kRescuesOps)};
 };
+inline bool without_rescue() { return c10::impl::tls_is_dispatch_key_excluded(kRescuesOps); }
 
 // Memory of the device that nothing has written to, or zeros.
 c10::Storage fresh_storage(int64_t bytes, c10::Device device, bool zeros);

@@ -53,6 +53,7 @@ struct Counters {
   int64_t boundary_evictions = 0;
   int64_t rescues = 0;
   int64_t rescued_bytes = 0;
+  int64_t over_limit = 0;  // allocations for which more than the budget was reserved
   int64_t shortfalls = 0;
   int64_t shortfall_bytes = 0;  // the worst
   int64_t comparisons = 0;      // of what came back with what went

@@ -29,6 +29,8 @@ struct SessionOptions {
                                 // It stays the caller's: the session makes one of its own
   int64_t spill_bytes = 0;      // most of it
   bool spill_direct = false;    // it is opened with O_DIRECT
+  int64_t reserved_bytes = 0;   // most that an accelerator is to reserve, if its allocator can
+                                // keep to a limit; 0: no limit, and no rescue inside allocations
   HostMemory::Pinning pinning;  // of host memory, below an accelerator
 
   bool evicts() const { return drop || swap; }

@@ -1,10 +1,16 @@
 #include "state/session.h"
 
+#include <c10/core/CachingDeviceAllocator.h>
+
+#include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "observe/observer.h"
 #include "observe/op_rescue.h"
 #include "pool/cpu_pool.h"
+#include "pool/limited_allocator.h"
+#include "rebuild/quiet.h"
 #include "rebuild/replay_thread.h"
 #include "rebuild/shortcuts.h"
 #include "rebuild/vector_math.h"
@@ -22,6 +28,39 @@ int64_t rescue(int64_t bytes) {
   const InsideAllocation inside;
   auto session = entered_session();
   return session ? session->eviction.make_room(bytes, /*inside_allocation=*/true) : 0;
+}
+
+// An accelerator's allocator asks for an allocation that would pass the limit, or for which the
+// device has no more. What making room itself allocates gets none.
+Room make_room_on_device(int64_t bytes, int attempt) {
+  if (without_rescue()) {
+    return Room::Refused;
+  }
+  if (thread_trash().locked) {
+    return Room::NoneLeft;
+  }
+  const InsideAllocation inside;
+  const WithoutRescue making;
+  try {
+    const auto session = entered_session();
+    if (!session || bytes > session->state.options.budget_bytes) {
+      return Room::NoneLeft;  // such as a probe for memory: nothing leaves for what cannot fit
+    }
+    // The device is waited for each time, and what is freed does not lie in one piece: rather more.
+    const int64_t need_bytes = 3 * bytes + session->state.options.budget_bytes / 16;
+    return session->eviction.rescue(need_bytes, attempt, /*inside_allocation=*/true)
+               ? Room::Made
+               : Room::NoneLeft;
+  } catch (const std::exception&) {  // where that fails the allocation itself says what is wrong
+    return Room::NoneLeft;
+  }
+}
+
+void give_cache_back(c10::Device device) {
+  try {
+    c10::getDeviceAllocator(device.type())->emptyCache();
+  } catch (const c10::Error&) {  // while a graph is captured
+  }
 }
 
 void forget_thread(ThreadState& ts, Session* session) {
@@ -45,7 +84,9 @@ SessionOptions with_vector_math_settled(SessionOptions options) {
 
 }  // namespace
 
-Session::Session(SessionOptions options) : state(with_vector_math_settled(std::move(options))) {
+Session::Session(SessionOptions options)
+    : state(with_vector_math_settled(std::move(options))),
+      allocator_(state.options.reserved_bytes > 0 ? limited_allocator(device()) : nullptr) {
   if (!device().is_cpu()) {
     sources.set_make_room(
         [this](int64_t bytes, int attempt) { return eviction.rescue(bytes, attempt); });
@@ -76,9 +117,22 @@ void Session::enter() {
   if (device().is_cpu()) {
     cpu_pool::set_rescue(&rescue);
     cpu_pool::reset_passed();
-    state.account.set_budget(state.options.budget_bytes);
   } else {
     rescue_ops(may_run_short(*this));
+  }
+  set_budget(state.options.budget_bytes);
+}
+
+void Session::set_budget(int64_t bytes) {
+  state.account.set_budget(bytes);
+  if (state.entered) {
+    keep_reserved_to(std::max(bytes, state.options.reserved_bytes));
+  }
+}
+
+void Session::keep_reserved_to(int64_t bytes) {
+  if (allocator_ != nullptr) {
+    allocator_->keep_to(bytes, &make_room_on_device);
   }
 }
 
@@ -95,6 +149,8 @@ void Session::leave() {
   if (device().is_cpu()) {
     cpu_pool::set_rescue(nullptr);
     cpu_pool::set_soft_limit(0);
+  } else {
+    keep_reserved_to(0);
   }
   bool over = false;
   {
@@ -115,6 +171,9 @@ void Session::rest() { state.resting = true; }
 void Session::begin_step() {
   state.pages.forget_past();
   on_device.begin_step();
+  if (allocator_ != nullptr && allocator_->begin_step()) {
+    give_cache_back(device());
+  }
   Guard guard(state.lock);
   outside.end_loans();
   const bool was_tight = state.now.was_tight;
@@ -146,6 +205,9 @@ void Session::end_step() {
   tiers.end_step();
   plan_actions.forget();
   state.profile.end_step();
+  if (allocator_ != nullptr) {
+    state.counters.over_limit += allocator_->take_passes();
+  }
   state.events.emit(EventKind::Step, nullptr, 0, 0);
 }
 

@@ -14,6 +14,7 @@
 #include "observe/saved_tensors.h"
 #include "observe/step_log.h"
 #include "observe/tensor_pages.h"
+#include "pool/limited_allocator.h"
 #include "rebuild/device_evidence.h"
 #include "rebuild/evidence.h"
 #include "rebuild/plan_actions.h"
@@ -33,6 +34,7 @@ struct Session : c10::intrusive_ptr_target {
   void rest();   // left for good, or until it is entered again
   void begin_step();
   void end_step();
+  void set_budget(int64_t bytes);  // what is kept to from now on
 
   // Instead of entering: has an idle step begin on this thread. False: something that is saved has
   // to be watched.
@@ -63,6 +65,11 @@ struct Session : c10::intrusive_ptr_target {
   SavedTensors saved{state, tensors, on_device, evidence, plans, tiers, replay, log};
   OpObserver ops{state,    sources, outside, tensors,      plans, tiers,
                  eviction, swap_in, stress,  plan_actions, saved, log};
+
+ private:
+  void keep_reserved_to(int64_t bytes);  // of an accelerator; 0: to nothing
+
+  LimitedAllocator* const allocator_;  // of an accelerator; null where it keeps to no limit
 };
 
 void forget_locks();  // in a forked child: whoever held them does not exist there

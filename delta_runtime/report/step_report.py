@@ -72,6 +72,7 @@ class StepTotals:
         out_stall_s, in_stall_s: seconds that the step waited for a lane. On an accelerator these, and `rebuild_s`,
             are the device's, and counted when they are known: a step or two later. Waits for its disk are the host's.
         rescues, rescued_bytes: times that an allocation itself had to ask for room, or that an op ran out of memory.
+        over_limit: allocations of an accelerator for which more than the budget had to be reserved.
         shortfalls, shortfall_bytes: requests that could not be met, and the worst of them.
         audits, audit_failures: ops run once more while their results were there; of these, other results.
         unhashed: values of which an accelerator's full memory had no room for a hash: not compared.
@@ -131,6 +132,7 @@ class StepTotals:
     boundary_evictions: int = 0
     rescues: int = 0
     rescued_bytes: int = 0
+    over_limit: int = 0
     shortfalls: int = 0
     shortfall_bytes: int = 0
     audits: int = 0
@@ -538,6 +540,8 @@ class StepReport:
         if totals.unhashed:
             count("not compared for want of room", "unhashed")
         count("rescues", "rescues")
+        if totals.over_limit:
+            count("reserved more than the budget", "over_limit")
         for reason, words in _REASONS.items():
             if totals.kept_bytes.get(reason):
                 table.add_row(

@@ -16,7 +16,16 @@ from delta_runtime.extension import _C
 from scripts import stress_chaos
 from scripts.chaos_faults import FAULTS
 from scripts.chaos_strike import Fault, Strike
-from scripts.chaos_world import DISK, DROPPED, FORWARD, HOST, World, device_of, scaled
+from scripts.chaos_world import (
+    BACKWARD,
+    DISK,
+    DROPPED,
+    FORWARD,
+    HOST,
+    World,
+    device_of,
+    scaled,
+)
 from scripts.stress_chaos import cells, never_struck, one_strike, strike_all, warm_up
 from tests.support.device import TYPE
 from tests.support.managed import sabotage
@@ -28,6 +37,8 @@ STRUCK = [name for name in FAULTS if name != "interrupt"]
 """Interrupts come by a clock, and Python itself loses one now and then: tests/edge/test_interrupts.py has them."""
 RARELY_STRUCK = {"error in policy", "error in rebuild"}
 """Are delivered by chance: where room is needed, where something is run again. Five seeds strike all of them."""
+NEEDS_LITTLE = ("no memory", DROPPED, BACKWARD)
+"""Late in backward what has come free may be enough."""
 
 
 @pytest.fixture
@@ -45,7 +56,7 @@ def test_each_fault_ends_in_the_right_bits_or_in_its_own_error(world):
     assert len(outcomes) == len(list(cells(world.device, STRUCK))) * len(SEEDS)
     assert [each for each in outcomes if each.wrong] == []
     missed = never_struck(world.device, outcomes, STRUCK)
-    assert {fault for fault, _, _ in missed} <= RARELY_STRUCK
+    assert {cell[0] for cell in missed if cell != NEEDS_LITTLE} <= RARELY_STRUCK
     assert any(each.error for each in outcomes)
     assert sum(each.right for each in outcomes) > len(outcomes) / 2
     saved = [each for each in outcomes if each.fault == "less memory" and each.took]
@@ -61,8 +72,11 @@ def test_each_fault_ends_in_the_right_bits_or_in_its_own_error(world):
         ("NoOrderSide", "compute late"),
     ],
 )
-def test_a_missing_order_is_told(world, which, fault, monkeypatch):
-    """By the runtime's own evidence, while it compares what comes back; by the bits where it does not."""
+def test_a_missing_order_is_told(world, which, fault, monkeypatch, without_limit):
+    """By the runtime's own evidence, while it compares what comes back; by the bits where it does not.
+
+    An allocator at its limit waits for all streams, and so mends it.
+    """
 
     def strike(strike: Strike) -> None:
         FAULTS[fault].strike(strike)
@@ -79,7 +93,7 @@ def test_a_missing_order_is_told(world, which, fault, monkeypatch):
     assert outcome.wrong[0].startswith(("RecomputeMismatch", "other bits")), outcome
 
 
-def test_memory_that_runs_out_without_rescue_is_told(world):
+def test_memory_that_runs_out_without_rescue_is_told(world, without_limit):
     warm_up(world)
     _C.set_op_rescue_enabled(False)
     try:

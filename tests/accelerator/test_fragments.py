@@ -102,7 +102,7 @@ def inside(
         release(controls)
 
 
-def test_reserved_bytes_come_to_fit_the_budget(segments, device, controls):
+def test_reserved_bytes_come_to_fit_the_budget(segments, device, controls, without_limit):
     """Plans depend on measured seconds, and fragments on plans: one of the models may need longer."""
     came_to: dict[str, float] = {}
     for name in MODELS:
@@ -123,7 +123,9 @@ def test_reserved_bytes_come_to_fit_the_budget(segments, device, controls):
     assert max(came_to.values()) <= 1.15, came_to
 
 
-def test_a_device_as_large_as_the_budget_soon_needs_hardly_any_rescue(segments, device, controls):
+def test_a_device_as_large_as_the_budget_soon_needs_hardly_any_rescue(
+    segments, device, controls, without_limit
+):
     came_to: dict[str, tuple[int, int]] = {}
     for name in MODELS:
         wanted, peak_bytes = ordinary(name, device, controls)
@@ -138,7 +140,7 @@ def test_a_device_as_large_as_the_budget_soon_needs_hardly_any_rescue(segments, 
 
 @pytest.mark.parametrize("name", ["lstm", "t5"])
 def test_a_step_does_not_fill_the_device_again_once_it_was_refused_memory(
-    name, segments, device, controls
+    name, segments, device, controls, without_limit
 ):
     """Else each rescue has all leave, prefetches bring it back, and the next op needs a rescue too: 80 and more."""
     wanted, peak_bytes = ordinary(name, device, controls, steps=2)
@@ -149,12 +151,12 @@ def test_a_step_does_not_fill_the_device_again_once_it_was_refused_memory(
 
 @pytest.mark.parametrize(("name", "share"), [("mamba", 0.6), ("whisper", 0.66)])
 def test_segments_that_grow_leave_room_where_cut_ones_do_not(
-    name, share, segments, device, controls
+    name, share, segments, device, controls, without_limit
 ):
     """From the first step on, on a device as large as the budget, at which cut segments let an op die.
 
-    At 60 % Whisper lacks a few kilobytes now and then: it depends on the seconds that were measured. That is a fault,
-    which the test of every model below still shows.
+    At 60 % Whisper lacks a few kilobytes now and then: it depends on the seconds that were measured. Where the
+    allocator keeps to a limit it does not (test_reserved_limit.py).
     """
     wanted, peak_bytes = ordinary(name, device, controls, steps=2)
     budget_bytes = int(share * peak_bytes)
@@ -255,7 +257,9 @@ def test_what_others_take_between_steps_costs_nothing_for_long(segments, device,
     assert report.totals.idle_steps > 5
 
 
-def test_without_the_margin_more_is_reserved(segments, device, controls, monkeypatch):
+def test_without_the_margin_more_is_reserved(
+    segments, device, controls, monkeypatch, without_limit
+):
     """Shows that it is the margin that helps, and not that the cache is given back."""
     monkeypatch.setattr(AllocatorMargin, "_keep_away", lambda self, *_: None)
     _, peak_bytes = ordinary(MODELS[0], device, controls)

@@ -1,6 +1,7 @@
 """Steps that begin with too little memory: an op that dies of it runs again, once there is room.
 
 The budget is twice what the device has to give: looking ahead sees no need, and memory gives out again and again.
+Allocators that keep to a limit make room before an op dies: test_reserved_limit.py has them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ import delta_runtime as delta
 from delta_runtime.extension import _C
 from tests.accelerator.conftest import Controls
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("without_limit"),
+]
 
 MIB = 1 << 20
 

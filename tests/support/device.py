@@ -28,9 +28,11 @@ def device_under_test() -> torch.device:
     if TYPE == "cpu":
         return torch.device("cpu")
     if TYPE == "fake":
+        from delta_runtime import _C
         from tests.support import fake_accelerator
 
-        fake_accelerator.load()
+        fake = fake_accelerator.load()
+        _C.set_limited_allocator("fake:0", fake.limited_allocator())
     current = torch.accelerator.current_accelerator(check_available=True)
     if current is None or current.type != TYPE:
         raise RuntimeError(f"DELTA_TEST_DEVICE={TYPE}: torch finds {current or 'no accelerator'}")

@@ -85,14 +85,19 @@ def walled(budget_bytes: int) -> Iterator[None]:
         cpu_pool.set_capacity(None)
 
 
+_EXITING = 0x4
+"""Of a thread's flags: it has ended, and the system is about to forget it. See PF_EXITING in Linux."""
+
+
 def lanes() -> int:
-    """Threads of lanes in this process."""
+    """Threads of lanes in this process; not those that have ended, which are listed for a moment longer."""
     gc.collect()
-    names = []
+    found = 0
     for task in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as file:
-            names.append(file.read().strip())
-    return names.count("delta-lane")
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/stat") as file:
+            name, _, rest = file.read().partition("(")[2].rpartition(")")
+            found += name == "delta-lane" and not int(rest.split()[6]) & _EXITING
+    return found
 
 
 def sines() -> tuple[torch.Tensor, torch.Tensor]:

@@ -75,6 +75,10 @@ class FakeAccelerator:
         """Let the allocation after so many more find no memory, once; negative: let all find what there is."""
         self._native.refuse_allocation(after)
 
+    def limited_allocator(self) -> Any:
+        """Its allocator, for `_C.set_limited_allocator`: one that can keep what it reserves to a limit."""
+        return self._native.limited_allocator()
+
     def streams(self) -> int:
         """How many streams there are at the most; their ids are the numbers below."""
         return self._native.streams()
@@ -130,6 +134,7 @@ def load(verbose: bool = False) -> FakeAccelerator:
         name="fake_accelerator",
         sources=[str(HERE / "fake_accelerator.cpp")],
         extra_cflags=["-O1"],
+        extra_include_paths=[str(HERE.parents[2] / "csrc")],
         build_directory=str(folder),
         verbose=verbose,
     )

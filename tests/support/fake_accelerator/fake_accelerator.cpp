@@ -56,6 +56,7 @@
 #include <utility>
 #include <vector>
 
+#include "pool/limited_allocator.h"
 #include "segments.h"
 
 namespace fake {
@@ -313,30 +314,12 @@ struct Block {
 
 using c10::CachingDeviceAllocator::DeviceStats;
 
-class Allocator final : public c10::DeviceAllocator {
+class Allocator final : public c10::DeviceAllocator, public delta::LimitedAllocator {
  public:
   c10::DataPtr allocate(size_t n) override {
     if (n == 0) return {nullptr, nullptr, &Allocator::release, the_device()};
-    size_t bytes = (n + kRounding - 1) / kRounding * kRounding;
-    void* data = nullptr;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (refuses_in_ >= 0 && refuses_in_-- == 0) refuse(bytes);
-      process_pending();
-      Piece* piece = segments_.from_cache(bytes, current_id);
-      if (piece == nullptr) piece = from_system(bytes);
-      segments_.cut(*piece, bytes);
-      data = piece->data;
-      bytes = piece->bytes;  // with a rest that is too small to be cut off
-      live_[data].piece = piece;
-      stats_.allocated_bytes[0].increase(bytes);
-      stats_.active_bytes[0].increase(bytes);
-      stats_.requested_bytes[0].increase(n);
-      stats_.allocation[0].increase(1);
-      stats_.active[0].increase(1);
-    }
-    report(data, static_cast<int64_t>(bytes));
-    return {data, data, &Allocator::release, the_device()};
+    const size_t bytes = (n + kRounding - 1) / kRounding * kRounding;
+    return inside_limit(static_cast<int64_t>(bytes), [&] { return take(n, bytes); });
   }
 
   c10::DeleterFnPtr raw_deleter() const override { return &Allocator::release; }
@@ -416,6 +399,38 @@ class Allocator final : public c10::DeviceAllocator {
  private:
   static void release(void* data);
 
+  c10::DataPtr take(size_t n, size_t bytes) {
+    void* data = nullptr;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (refuses_in_ >= 0 && refuses_in_-- == 0) refuse(bytes);
+      process_pending();
+      Piece* piece = segments_.from_cache(bytes, current_id);
+      if (piece == nullptr) piece = from_system(bytes);
+      segments_.cut(*piece, bytes);
+      data = piece->data;
+      bytes = piece->bytes;  // with a rest that is too small to be cut off
+      live_[data].piece = piece;
+      stats_.allocated_bytes[0].increase(bytes);
+      stats_.active_bytes[0].increase(bytes);
+      stats_.requested_bytes[0].increase(n);
+      stats_.allocation[0].increase(1);
+      stats_.active[0].increase(1);
+    }
+    report(data, static_cast<int64_t>(bytes));
+    return {data, data, &Allocator::release, the_device()};
+  }
+
+  void cap_reserved_bytes(int64_t bytes) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    cap_ = static_cast<size_t>(bytes);
+  }
+
+  int64_t reserved_bytes() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return stats_.reserved_bytes[0].current;
+  }
+
   std::array<c10::CachingAllocator::StatArray*, 6> all() {
     return {&stats_.allocated_bytes, &stats_.active_bytes, &stats_.requested_bytes,
             &stats_.reserved_bytes,  &stats_.allocation,   &stats_.active};
@@ -431,10 +446,13 @@ class Allocator final : public c10::DeviceAllocator {
     c10::reportMemoryUsageToProfiler(data, bytes, allocated, reserved, the_device());
   }
 
-  // What the system has left.
+  // What the system has left, or the cap.
   size_t most_bytes() const {
-    if (capacity_ == 0) return std::numeric_limits<size_t>::max();
-    return capacity_ - std::min(capacity_, segments_.reserved_bytes());
+    size_t most = std::numeric_limits<size_t>::max();
+    for (const size_t limit : {capacity_, cap_}) {
+      if (limit > 0) most = std::min(most, limit - std::min(limit, segments_.reserved_bytes()));
+    }
+    return most;
   }
 
   Piece* from_system(size_t bytes) {
@@ -461,7 +479,7 @@ class Allocator final : public c10::DeviceAllocator {
     TORCH_CHECK_WITH(OutOfMemoryError, false, "fake: out of memory. Tried to allocate ", bytes,
                      " bytes; ", stats_.allocated_bytes[0].current, " bytes are allocated, ",
                      stats_.reserved_bytes[0].current, " reserved, the capacity is ", capacity_,
-                     ".");
+                     ", the cap ", cap_, ".");
     std::abort();  // for compilers that do not see that the line above throws
   }
 
@@ -523,6 +541,7 @@ class Allocator final : public c10::DeviceAllocator {
   std::mutex mutex_;
   DeviceStats stats_;
   size_t capacity_ = 0;
+  size_t cap_ = 0;           // of a delta::LimitedAllocator; 0: none
   int64_t refuses_in_ = -1;  // allocations that go well before one does not; negative: all go well
   std::map<void*, Block> live_;
   Segments segments_;
@@ -1355,6 +1374,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     stream_of(id).enqueue([seconds] { sleep_for(seconds); });
   });
   m.def("set_capacity", [](size_t bytes) { allocator().set_capacity(bytes); }, no_gil);
+  m.def("limited_allocator", [] {
+    delta::LimitedAllocator* limited = &allocator();
+    return py::capsule(limited, [](void*) {});
+  });
   m.def("refuse_allocation", [](int64_t after) { allocator().refuse_in(after); }, no_gil);
   m.def("streams", [] { return kStreams; });
   m.def(
