@@ -111,6 +111,9 @@ def extensions() -> list[Extension]:
             extra_compile_args=COMPILE_FLAGS,
         )
     ]
+    # One of an earlier build was compiled against another torch, or other files of csrc/.
+    for old in Path("delta_runtime").glob("_cuda.*.so"):
+        old.unlink()
     if torch.version.cuda is None:
         return found
     headers = cuda_headers()

@@ -1,1 +1,3 @@
+built_for_torch: str
+
 def limited_allocator(card: int) -> object: ...

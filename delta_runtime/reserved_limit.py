@@ -27,6 +27,8 @@ import torch
 from delta_runtime.extension import _C
 from delta_runtime.growing_segments import is_native
 
+_EXTENSION = "delta_runtime._cuda"
+
 
 def keeps_to_limits(device: torch.device) -> bool:
     """Whether runtimes of a device that are made from now on keep what it reserves inside their budget."""
@@ -51,19 +53,27 @@ def let_allocator_keep_to_limits(
         return False
     try:
         cuda = (load or _import)()
+        _check_version(cuda)
         allocator = cuda.limited_allocator(device.index)
-    except ImportError:
-        return False  # it is optional
-    except RuntimeError as error:
+        _C.set_limited_allocator(str(device), allocator)
+    except (ImportError, RuntimeError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == _EXTENSION:
+            return False  # it is optional
         warnings.warn(
             f"delta_runtime: the allocator of this card is kept to no limit ({error}).",
             RuntimeWarning,
             stacklevel=2,
         )
         return False
-    _C.set_limited_allocator(str(device), allocator)
     return True
 
 
 def _import() -> Any:
-    return importlib.import_module("delta_runtime._cuda")
+    return importlib.import_module(_EXTENSION)
+
+
+def _check_version(cuda: Any) -> None:
+    """Refuse an extension whose table of functions may be another one than that of this PyTorch."""
+    here = torch.__version__.partition("+")[0]
+    if cuda.built_for_torch != here:
+        raise ImportError(f"{_EXTENSION} is built for torch {cuda.built_for_torch}, here is {here}")

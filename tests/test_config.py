@@ -170,6 +170,9 @@ def test_check_and_misspelt_variables():
     assert check_requested({"DELTA_CHECK": "1"})
     with pytest.raises(UsageError, match="^DELTA_CHECK: "):
         check_requested({"DELTA_CHECK": "very"})
+    assert unknown_variables({"DELTA_BUDGET": "1", "DELTA_BUGDET": "1"}) == {
+        "DELTA_BUGDET": "DELTA_BUDGET"
+    }
 
 
 def test_reserved_bytes_are_limited_unless_somebody_says_no():
@@ -178,6 +181,3 @@ def test_reserved_bytes_are_limited_unless_somebody_says_no():
     assert not limit_requested({"DELTA_LIMIT_RESERVED": "0"})
     with pytest.raises(UsageError, match="^DELTA_LIMIT_RESERVED: "):
         limit_requested({"DELTA_LIMIT_RESERVED": "never"})
-    assert unknown_variables({"DELTA_BUDGET": "1", "DELTA_BUGDET": "1"}) == {
-        "DELTA_BUGDET": "DELTA_BUDGET"
-    }

@@ -24,6 +24,8 @@ CARD = torch.device("cuda:5")  # that no other test knows
 class Built:
     """As the extension, with whatever it gives."""
 
+    built_for_torch = torch.__version__.partition("+")[0]
+
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
         self.asked: list[int] = []
@@ -36,7 +38,11 @@ class Built:
 
 
 def not_built() -> Any:
-    raise ImportError("No module named 'delta_runtime._cuda'")
+    raise ModuleNotFoundError("there is none", name="delta_runtime._cuda")
+
+
+def broken() -> Any:
+    raise ImportError("undefined symbol: cudaMemGetInfo")
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +80,17 @@ def test_what_goes_wrong_is_told_and_leaves_all_as_it_was(native):
     built = Built(RuntimeError("no card 5"))
     with pytest.warns(RuntimeWarning, match="kept to no limit .no card 5"):
         assert not let_allocator_keep_to_limits(CARD, lambda: built)
+    assert native == []
+
+
+def test_one_that_cannot_be_loaded_or_is_of_another_torch_is_told(native):
+    with pytest.warns(RuntimeWarning, match="undefined symbol"):
+        assert not let_allocator_keep_to_limits(CARD, broken)
+    built = Built()
+    built.built_for_torch = "2.10.0"
+    with pytest.warns(RuntimeWarning, match="is built for torch 2.10.0, here is 2"):
+        assert not let_allocator_keep_to_limits(CARD, lambda: built)
+    assert built.asked == [], "its functions may be others"
     assert native == []
 
 

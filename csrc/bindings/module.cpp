@@ -77,6 +77,9 @@ void bind_limited_allocators(py::module_& m) {
   m.def(
       "set_limited_allocator",
       [](const std::string& device, const std::optional<py::capsule>& allocator) {
+        const char* name = allocator ? allocator->name() : nullptr;
+        TORCH_CHECK(!allocator || (name != nullptr && std::string(name) == kLimitedAllocatorName),
+                    "this allocator was built for another version of delta_runtime");
         set_limited_allocator(c10::Device(device),
                               allocator ? allocator->get_pointer<LimitedAllocator>() : nullptr);
       },

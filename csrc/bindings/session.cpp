@@ -326,7 +326,11 @@ void bind_logs(SessionClass& c) {
              Guard guard(s.state.lock);
              return rows_of(s.state.profile.last());
            })
-      .def("counters", [](const Session& s) { return s.state.counters; })
+      .def("counters",
+           [](Session& s) {
+             s.count_excesses();
+             return s.state.counters;
+           })
       .def("levels", &Session::levels)
       .def(
           "allocator_bytes",

@@ -11,7 +11,11 @@
 //     and ask it when they grow, so it lives for good.
 //  3. `torch.cuda.set_per_process_memory_fraction` is the user's word: the smaller of the two
 //  counts.
-//  4. While the current stream is captured into a graph nothing may wait, and the limit is passed.
+//  4. While a graph is captured on the card nothing may wait, and the limit is passed.
+//  5. PyTorch sets its fraction without its lock. An allocation on another thread that meets that
+//     half-way fails before it has done anything, and is tried again.
+//  6. Storages that are older than this allocator grow by PyTorch's own: at the limit that is an
+//     OutOfMemoryError.
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -20,8 +24,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -47,49 +53,60 @@ class CardLimit final : public LimitedAllocator {
 
   using LimitedAllocator::inside_limit;
 
+  std::atomic<int> pools_in_use{0};  // that somebody allocates to: as a rule, captures a graph to
+
   double fraction_of_user() {
     const std::lock_guard<std::mutex> guard(mutex_);
-    return capped_ ? users_ : below_.getMemoryFraction(card_);
+    return users_ ? *users_ : below_.getMemoryFraction(card_);
   }
 
   void set_fraction_of_user(double fraction) {
     const std::lock_guard<std::mutex> guard(mutex_);
-    if (!capped_ || fraction < ours_) {
-      below_.setMemoryFraction(fraction, card_);  // refuses what makes no sense
-    }
+    below_.setMemoryFraction(fraction, card_);  // refuses what makes no sense
     users_ = fraction;
+    if (ours_ < fraction) {
+      below_.setMemoryFraction(ours_, card_);
+    }
   }
 
  private:
-  void cap_reserved_bytes(int64_t bytes) override {
+  void cap_reserved_bytes(int64_t bytes) noexcept override {
     const std::lock_guard<std::mutex> guard(mutex_);
     try {
       if (total_bytes_ == 0) {
         total_bytes_ = static_cast<double>(below_.getMemoryInfo(card_).second);
       }
-      if (!capped_) {
+      if (!users_) {
         users_ = below_.getMemoryFraction(card_);
       }
-      ours_ = std::min(1.0, static_cast<double>(bytes) / total_bytes_);
-      below_.setMemoryFraction(bytes > 0 ? std::min(ours_, users_) : users_, card_);
-      capped_ = bytes > 0;
+      ours_ = bytes > 0 ? std::min(1.0, static_cast<double>(bytes) / total_bytes_) : 1.0;
+      below_.setMemoryFraction(std::min(ours_, *users_), card_);
     } catch (const std::exception&) {  // a card that is lost: whatever comes next says so
     }
   }
 
-  int64_t reserved_bytes() override {
-    return below_.getDeviceStats(card_).reserved_bytes[0].current;
+  int64_t reserved_bytes() noexcept override {
+    try {
+      return below_.getDeviceStats(card_).reserved_bytes[0].current;
+    } catch (const std::exception&) {
+      return 0;
+    }
   }
 
-  bool may_wait() override {
-    return c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None;
+  // Waiting for the card would end the capture of a graph.
+  bool may_wait() noexcept override {
+    try {
+      return pools_in_use.load() == 0 &&
+             c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None;
+    } catch (const std::exception&) {
+      return false;
+    }
   }
 
   CUDAAllocator& below_;
   const DeviceIndex card_;
   std::mutex mutex_;
-  bool capped_ = false;
-  double users_ = 1.0;  // while it is capped
+  std::optional<double> users_;  // as far as it is known: before the first cap it is not
   double ours_ = 1.0;
   double total_bytes_ = 0;
 };
@@ -97,18 +114,25 @@ class CardLimit final : public LimitedAllocator {
 class LimitedCudaAllocator final : public CUDAAllocator {
   static constexpr DeviceIndex kMostCards = 64;  // of a process
 
-  CardLimit* known(DeviceIndex card) {
+  CardLimit* limit_or_null(DeviceIndex card) {
     return card >= 0 && card < kMostCards ? limits_[static_cast<size_t>(card)].get() : nullptr;
   }
 
   template <class Allocate>
   auto inside(size_t bytes, const Allocate& allocate) {
-    // Not counted by anybody: without a runtime each allocation asks one card for one number.
-    CardLimit* limit = known(c10::cuda::current_device());
+    const auto settled = [&] {
+      while (true) {
+        try {
+          return allocate();
+        } catch (const std::bad_optional_access&) {  // note 5
+        }
+      }
+    };
+    CardLimit* limit = limit_or_null(c10::cuda::current_device());
     if (limit == nullptr || limit->limit_bytes() == 0) {
-      return allocate();
+      return settled();
     }
-    return limit->inside_limit(static_cast<int64_t>(bytes), allocate);
+    return limit->inside_limit(static_cast<int64_t>(bytes), settled);
   }
 
  public:
@@ -136,11 +160,11 @@ class LimitedCudaAllocator final : public CUDAAllocator {
   }
 
   double getMemoryFraction(DeviceIndex card) override {
-    CardLimit* limit = known(card);
+    CardLimit* limit = limit_or_null(card);
     return limit != nullptr ? limit->fraction_of_user() : below_.getMemoryFraction(card);
   }
   void setMemoryFraction(double fraction, DeviceIndex card) override {
-    CardLimit* limit = known(card);
+    CardLimit* limit = limit_or_null(card);
     limit != nullptr ? limit->set_fraction_of_user(fraction)
                      : below_.setMemoryFraction(fraction, card);
   }
@@ -187,9 +211,15 @@ class LimitedCudaAllocator final : public CUDAAllocator {
   void beginAllocateToPool(DeviceIndex card, MempoolId_t pool,
                            std::function<bool(cudaStream_t)> filter) override {
     below_.beginAllocateToPool(card, pool, std::move(filter));
+    if (CardLimit* limit = limit_or_null(card)) {
+      ++limit->pools_in_use;
+    }
   }
   void endAllocateToPool(DeviceIndex card, MempoolId_t pool) override {
     below_.endAllocateToPool(card, pool);
+    if (CardLimit* limit = limit_or_null(card)) {
+      --limit->pools_in_use;
+    }
   }
   void releasePool(DeviceIndex card, MempoolId_t pool) override { below_.releasePool(card, pool); }
   int getPoolUseCount(DeviceIndex card, MempoolId_t pool) override {
@@ -286,11 +316,13 @@ LimitedCudaAllocator& installed() {
 PYBIND11_MODULE(_cuda, m) {
   namespace py = pybind11;
   m.doc() = "PyTorch's allocator of CUDA memory, so that it keeps to a limit.";
+  m.attr("built_for_torch") = TORCH_VERSION;
   m.def(
       "limited_allocator",
       [](int card) {
-        auto* limit = delta::installed().limit_of(static_cast<c10::DeviceIndex>(card));
-        return py::capsule(limit, [](void*) {});
+        delta::LimitedAllocator* limit =
+            delta::installed().limit_of(static_cast<c10::DeviceIndex>(card));
+        return py::capsule(limit, delta::kLimitedAllocatorName);
       },
       py::arg("card"),
       "Put an allocator that can keep to a limit in front of PyTorch's own, if it is not there "

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <limits>
 
 #include "pool/cpu_pool.h"
 #include "walk/tuning.h"
@@ -49,7 +48,7 @@ bool Eviction::rescue(int64_t need_bytes, int attempt, bool inside_allocation) {
   if (!all) {  // nothing has left for it yet
     account_.note_refused();
   }
-  const int64_t freed = evict(all ? std::numeric_limits<int64_t>::max() / 4 : need_bytes,
+  const int64_t freed = evict(all ? std::max(need_bytes, account_.live_bytes()) : need_bytes,
                               inside_allocation, /*tells=*/false);
   await_all_streams(options_.device);  // what they still used is free behind this
   if (all || freed < need_bytes) {
@@ -59,7 +58,8 @@ bool Eviction::rescue(int64_t need_bytes, int attempt, bool inside_allocation) {
     Guard guard(lock_);
     note_rescue(need_bytes, freed);
   }
-  return freed > 0 || attempt + 1 < most_attempts;
+  // Inside of an allocation all else is there still: what could not leave twice will not.
+  return freed > 0 || attempt + 1 < (inside_allocation ? 2 : most_attempts);
 }
 
 bool Eviction::drop(Page& page) {

@@ -22,7 +22,7 @@ double now_s() { return seconds_of(std::chrono::steady_clock::now()); }
 
 // On an accelerator whose memory gave out, room is made; not for what nobody waits for.
 c10::Storage SwapIn::memory_for(int64_t bytes, bool prefetch) {
-  std::optional<WithoutRescue> at_once;
+  std::optional<FailsAtLimit> at_once;
   if (prefetch) {
     at_once.emplace();
   }

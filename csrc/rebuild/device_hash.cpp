@@ -16,6 +16,7 @@
 
 #include "rebuild/quiet.h"
 #include "state/values.h"
+#include "util/gil.h"
 #include "util/streams.h"
 
 namespace delta {
@@ -129,7 +130,7 @@ void DeviceHashes::reserve(c10::StreamId stream) {
   const Quiet quiet;
   const WithoutRescue at_once;
   at::AutoDispatchBelowADInplaceOrView below;
-  std::lock_guard<std::mutex> guard(mutex_);
+  std::lock_guard<std::timed_mutex> guard(mutex_);
   Room& room = rooms_[stream];
   if (room.space.defined()) {
     return;
@@ -154,7 +155,12 @@ int32_t DeviceHashes::hash(const c10::Storage& storage, c10::StreamId stream) {
   const Quiet quiet;
   const WithoutRescue at_once;
   at::AutoDispatchBelowADInplaceOrView below;
-  std::lock_guard<std::mutex> guard(mutex_);
+  std::unique_lock<std::timed_mutex> guard(mutex_, std::defer_lock);
+  if (!inside_allocation()) {
+    guard.lock();
+  } else if (!guard.try_lock_for(gil_patience())) {
+    return -1;  // who has it may wait for what this thread holds (util/gil.h)
+  }
   int32_t row = -1;
   try {
     row = take_row(stream);
@@ -226,7 +232,7 @@ std::vector<Hash128> DeviceHashes::read() {
   const Quiet quiet;
   const WithoutRescue at_once;
   at::AutoDispatchBelowADInplaceOrView below;
-  std::lock_guard<std::mutex> guard(mutex_);
+  std::lock_guard<std::timed_mutex> guard(mutex_);
   const c10::StreamId current = current_stream_id(device_);
   std::vector<c10::StreamId> waited{current};
   std::vector<Hash128> hashes(static_cast<size_t>(kRows) * chunks_.size());

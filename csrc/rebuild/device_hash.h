@@ -63,7 +63,7 @@ class DeviceHashes {
 
   c10::Device device_;
   int64_t room_words_;
-  std::mutex mutex_;  // held while ops are queued
+  std::timed_mutex mutex_;  // held while ops are queued
   std::vector<Chunk> chunks_;
   std::map<c10::StreamId, Room> rooms_;
   std::mutex free_mutex_;  // held for moments

@@ -1,6 +1,7 @@
 #include "state/session.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <exception>
@@ -33,10 +34,10 @@ int64_t rescue(int64_t bytes) {
 // An accelerator's allocator asks for an allocation that would pass the limit, or for which the
 // device has no more. What making room itself allocates gets none.
 Room make_room_on_device(int64_t bytes, int attempt) {
-  if (without_rescue()) {
+  if (rescue_guards().fails_at_limit > 0) {
     return Room::Refused;
   }
-  if (thread_trash().locked) {
+  if (rescue_guards().without_rescue > 0 || thread_trash().locked) {
     return Room::NoneLeft;
   }
   const InsideAllocation inside;
@@ -47,7 +48,7 @@ Room make_room_on_device(int64_t bytes, int attempt) {
       return Room::NoneLeft;  // such as a probe for memory: nothing leaves for what cannot fit
     }
     // The device is waited for each time, and what is freed does not lie in one piece: rather more.
-    const int64_t need_bytes = 3 * bytes + session->state.options.budget_bytes / 16;
+    const int64_t need_bytes = 3 * bytes + session->state.options.budget_bytes / 64;
     return session->eviction.rescue(need_bytes, attempt, /*inside_allocation=*/true)
                ? Room::Made
                : Room::NoneLeft;
@@ -86,7 +87,11 @@ SessionOptions with_vector_math_settled(SessionOptions options) {
 
 Session::Session(SessionOptions options)
     : state(with_vector_math_settled(std::move(options))),
-      allocator_(state.options.reserved_bytes > 0 ? limited_allocator(device()) : nullptr) {
+      allocator_(state.options.reserved_bytes > 0 ? limited_allocator(device()) : nullptr),
+      process_(getpid()) {
+  if (allocator_ != nullptr) {
+    allocator_->forget_past();
+  }
   if (!device().is_cpu()) {
     sources.set_make_room(
         [this](int64_t bytes, int attempt) { return eviction.rescue(bytes, attempt); });
@@ -131,8 +136,15 @@ void Session::set_budget(int64_t bytes) {
 }
 
 void Session::keep_reserved_to(int64_t bytes) {
-  if (allocator_ != nullptr) {
+  // In a forked child the device is nobody's, and whoever held the allocator's lock is not there.
+  if (allocator_ != nullptr && getpid() == process_) {
     allocator_->keep_to(bytes, &make_room_on_device);
+  }
+}
+
+void Session::count_excesses() {
+  if (allocator_ != nullptr) {
+    state.counters.over_limit += allocator_->take_excesses();
   }
 }
 
@@ -205,9 +217,7 @@ void Session::end_step() {
   tiers.end_step();
   plan_actions.forget();
   state.profile.end_step();
-  if (allocator_ != nullptr) {
-    state.counters.over_limit += allocator_->take_passes();
-  }
+  count_excesses();
   state.events.emit(EventKind::Step, nullptr, 0, 0);
 }
 

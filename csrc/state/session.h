@@ -35,6 +35,7 @@ struct Session : c10::intrusive_ptr_target {
   void begin_step();
   void end_step();
   void set_budget(int64_t bytes);  // what is kept to from now on
+  void count_excesses();           // allocations that passed an accelerator's limit, so far
 
   // Instead of entering: has an idle step begin on this thread. False: something that is saved has
   // to be watched.
@@ -70,6 +71,7 @@ struct Session : c10::intrusive_ptr_target {
   void keep_reserved_to(int64_t bytes);  // of an accelerator; 0: to nothing
 
   LimitedAllocator* const allocator_;  // of an accelerator; null where it keeps to no limit
+  const int process_;                  // that made it
 };
 
 void forget_locks();  // in a forked child: whoever held them does not exist there

@@ -36,6 +36,8 @@ class InsideAllocation {
   bool before_;
 };
 
+bool inside_allocation();
+
 // The storage, if it is there still. Inside of an allocation nothing, either, where only Python
 // holds it.
 c10::intrusive_ptr<c10::StorageImpl> lock(const c10::weak_intrusive_ptr<c10::StorageImpl>& weak);

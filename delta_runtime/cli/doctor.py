@@ -75,6 +75,8 @@ def _find_software(torch: ModuleType | None) -> list[Finding]:
     else:
         findings.append(Finding("torch", torch.__version__))
     findings.append(_find_extension())
+    if torch is not None and torch.version.cuda is not None:
+        findings.append(_find_cuda_extension())
     findings.append(_find_entry_point())
     findings += [_find_distribution(name, use) for name, use in _OPTIONAL_PACKAGES.items()]
     return findings
@@ -93,6 +95,21 @@ def _find_extension() -> Finding:
         text = f"missing: {error}. Build it: pip install --no-build-isolation -e ."
         return Finding("extension", text, missing=True)
     return Finding("extension", Path(extension.__file__ or "built in").name)
+
+
+def _find_cuda_extension() -> Finding:
+    label = "extension for CUDA"
+    try:
+        extension = importlib.import_module("delta_runtime._cuda")
+    except ModuleNotFoundError:
+        text = (
+            "not built: what CUDA's allocator reserves may pass the budget. pip install "
+            "nvidia-cuda-crt, and build delta_runtime again"
+        )
+        return Finding(label, text)
+    except Exception as error:
+        return Finding(label, f"cannot be loaded: {error}", missing=True)
+    return Finding(label, Path(extension.__file__ or "built in").name)
 
 
 def _find_entry_point() -> Finding:

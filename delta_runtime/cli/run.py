@@ -43,6 +43,7 @@ _HELP = {
     "report": ", ".join(REPORT_MODES),
     "planning": "when plans are made: " + ", ".join(PLANNING_MODES),
     "check": "check every invariant after every event (slow)",
+    "limit_reserved": "0: the budget is about what lives, and not about all that a GPU's allocator reserves",
 }
 
 

@@ -13,6 +13,7 @@ import pytest
 from torch import Tensor
 
 from delta_runtime.extension import _C
+from delta_runtime.reserved_limit import keeps_to_limits
 from scripts import stress_chaos
 from scripts.chaos_faults import FAULTS
 from scripts.chaos_strike import Fault, Strike
@@ -38,7 +39,7 @@ STRUCK = [name for name in FAULTS if name != "interrupt"]
 RARELY_STRUCK = {"error in policy", "error in rebuild"}
 """Are delivered by chance: where room is needed, where something is run again. Five seeds strike all of them."""
 NEEDS_LITTLE = ("no memory", DROPPED, BACKWARD)
-"""Late in backward what has come free may be enough."""
+"""Late in backward what has come free may be enough, where the cache was given back at the limit."""
 
 
 @pytest.fixture
@@ -56,7 +57,8 @@ def test_each_fault_ends_in_the_right_bits_or_in_its_own_error(world):
     assert len(outcomes) == len(list(cells(world.device, STRUCK))) * len(SEEDS)
     assert [each for each in outcomes if each.wrong] == []
     missed = never_struck(world.device, outcomes, STRUCK)
-    assert {cell[0] for cell in missed if cell != NEEDS_LITTLE} <= RARELY_STRUCK
+    may_miss = {NEEDS_LITTLE} if keeps_to_limits(world.device.torch) else set()
+    assert {cell[0] for cell in missed if cell not in may_miss} <= RARELY_STRUCK
     assert any(each.error for each in outcomes)
     assert sum(each.right for each in outcomes) > len(outcomes) / 2
     saved = [each for each in outcomes if each.fault == "less memory" and each.took]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import delta_runtime as delta
@@ -64,8 +65,7 @@ def step(
 
 
 def counted(runtime: delta.Runtime) -> tuple[int, int]:
-    """Rescues, and allocations for which the limit was passed, of the step that goes on or has ended."""
-    runtime.session.end_step()
+    """Rescues, and allocations for which the limit was passed, so far."""
     counters = runtime.session.counters()
     return counters.rescues, counters.over_limit
 
@@ -299,6 +299,98 @@ def test_other_threads_are_inside_the_limit_as_well(device, controls):
         held.clear()
         kept.sum().backward()
         assert counted(runtime)[0] > 0
+
+
+def test_threads_pass_the_limit_side_by_side(device, controls):
+    """Each without the cap, whichever lifted it."""
+    died: list[Exception] = []
+    with step(controls, device, 2 * MIB) as runtime:
+        start = threading.Barrier(6)
+
+        def allocate() -> None:
+            start.wait()
+            try:
+                held = [torch.empty(MIB, dtype=torch.uint8, device=device) for _ in range(40)]
+                del held
+            except torch.OutOfMemoryError as error:
+                died.append(error)
+
+        threads = [threading.Thread(target=allocate) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert died == []
+        assert counted(runtime)[1] > 0
+
+
+class Through(TorchDispatchMode):
+    """Sees all ops, and calls them."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("evictable", [True, False])
+def test_what_a_torch_dispatch_calls_is_inside_the_limit_too(device, controls, evictable):
+    """There PyTorch takes the key of the rescue of ops away."""
+    with step(controls, device, 16 * MIB) as runtime:
+        kept = chain(device, ops=12 if evictable else 1)
+        with Through():
+            held = [torch.ones(MIB // 4, device=device) for _ in range(8 if evictable else 24)]
+        rescues, excesses = counted(runtime)
+        assert rescues > 0 or evictable, (
+            "at its begin an op makes room for what it is known to take"
+        )
+        assert (excesses == 0) == evictable
+        assert (reserved() <= runtime.budget_bytes) == evictable
+        del held
+        kept.sum().backward()
+
+
+@pytest.mark.parametrize("verify", ["off", "first", "always"])
+def test_what_leaves_from_inside_is_compared_as_ever(device, controls, verify):
+    release(controls)
+    runtime = delta.Runtime(
+        reserved() + 16 * MIB, device=str(device), policy="recompute", min_bytes=0, verify=verify
+    )
+    with contextlib.closing(runtime):
+        with runtime.step():
+            kept = chain(device, ops=14)
+            held = torch.ones(6 * MIB, dtype=torch.uint8, device=device)
+            counters = runtime.session.counters()
+            assert counters.rescues > 0 and counters.unhashed == 0
+            del held
+            kept.sum().backward()
+        assert (runtime.session.counters().comparisons > 0) == (verify != "off")
+    release(controls)
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_nothing_of_the_cap_stays_behind_a_step_that_failed(device, controls, closes):
+    def fails() -> None:
+        with step(controls, device, 4 * MIB) as runtime:
+            if closes:
+                runtime.close()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    ooms = torch.accelerator.memory_stats()["num_ooms"]
+    held = torch.ones(reserved() + 8 * MIB, dtype=torch.uint8, device=device)
+    assert torch.accelerator.memory_stats()["num_ooms"] == ooms
+    del held
+    release(controls)
+
+
+def test_a_step_that_nothing_can_leave_is_not_slow(device, controls):
+    """Room is asked for a few times, and not for each allocation."""
+    with step(controls, device, MIB) as runtime:
+        held = [torch.empty(64 << 10, dtype=torch.uint8, device=device) for _ in range(400)]
+        rescues, excesses = counted(runtime)
+        assert excesses > 0
+        assert rescues <= 2 * excesses
+        del held
 
 
 def test_who_wants_no_limit_gets_none(device, controls, monkeypatch):

@@ -421,12 +421,12 @@ class Allocator final : public c10::DeviceAllocator, public delta::LimitedAlloca
     return {data, data, &Allocator::release, the_device()};
   }
 
-  void cap_reserved_bytes(int64_t bytes) override {
+  void cap_reserved_bytes(int64_t bytes) noexcept override {
     std::lock_guard<std::mutex> lock(mutex_);
     cap_ = static_cast<size_t>(bytes);
   }
 
-  int64_t reserved_bytes() override {
+  int64_t reserved_bytes() noexcept override {
     std::lock_guard<std::mutex> lock(mutex_);
     return stats_.reserved_bytes[0].current;
   }
@@ -1376,7 +1376,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_capacity", [](size_t bytes) { allocator().set_capacity(bytes); }, no_gil);
   m.def("limited_allocator", [] {
     delta::LimitedAllocator* limited = &allocator();
-    return py::capsule(limited, [](void*) {});
+    return py::capsule(limited, delta::kLimitedAllocatorName);
   });
   m.def("refuse_allocation", [](int64_t after) { allocator().refuse_in(after); }, no_gil);
   m.def("streams", [] { return kStreams; });
