@@ -58,8 +58,8 @@ bool Eviction::rescue(int64_t need_bytes, int attempt, bool inside_allocation) {
     Guard guard(lock_);
     note_rescue(need_bytes, freed);
   }
-  // Inside of an allocation all else is there still: what could not leave twice will not.
-  return freed > 0 || attempt + 1 < (inside_allocation ? 2 : most_attempts);
+  // Where nothing was freed, what the allocator gave back may do all the same.
+  return freed > 0 || attempt + 1 < most_attempts;
 }
 
 bool Eviction::drop(Page& page) {

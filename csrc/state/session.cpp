@@ -48,7 +48,7 @@ Room make_room_on_device(int64_t bytes, int attempt) {
       return Room::NoneLeft;  // such as a probe for memory: nothing leaves for what cannot fit
     }
     // The device is waited for each time, and what is freed does not lie in one piece: rather more.
-    const int64_t need_bytes = 3 * bytes + session->state.options.budget_bytes / 64;
+    const int64_t need_bytes = 3 * bytes + session->state.options.budget_bytes / 16;
     return session->eviction.rescue(need_bytes, attempt, /*inside_allocation=*/true)
                ? Room::Made
                : Room::NoneLeft;

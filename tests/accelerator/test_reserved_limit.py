@@ -30,7 +30,7 @@ from tests.zoo import ZOO
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 MIB = 1 << 20
-FEW = ("gpt2_eager", "inplace_resnet", "whisper", "mamba")
+FEW = ("gpt2_eager", "inplace_resnet", "whisper", "mamba", "wav2vec2")
 STEPS = 8
 
 
@@ -389,7 +389,7 @@ def test_a_step_that_nothing_can_leave_is_not_slow(device, controls):
         held = [torch.empty(64 << 10, dtype=torch.uint8, device=device) for _ in range(400)]
         rescues, excesses = counted(runtime)
         assert excesses > 0
-        assert rescues <= 2 * excesses
+        assert rescues <= 3 * excesses
         del held
 
 
