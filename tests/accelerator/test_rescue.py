@@ -376,30 +376,36 @@ class Block(nn.Module):
         return x + nn.functional.logsigmoid(self.norm(x) * self.linear(x)).sin().exp().cos()
 
 
+def checkpointed(
+    device: torch.device,
+    runtime: delta.Runtime | None,
+    behind_block: Callable[[Tensor], Tensor] = lambda x: x,
+) -> list[Tensor]:
+    """The gradients of a net of which every second block is checkpointed."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Block() for _ in range(6)).to(device)
+    x = torch.randn(1024, 256, generator=torch.Generator().manual_seed(1)).to(device)
+    with runtime.step() if runtime else contextlib.nullcontext():
+        for index, block in enumerate(blocks):
+            x = checkpoint(block, x, use_reentrant=False) if index % 2 else block(x)
+            x = behind_block(x)
+        x.square().mean().backward()
+    return [p.grad.cpu() for p in blocks.parameters()]
+
+
 @pytest.mark.parametrize("policy", ["recompute", "swap"])
 def test_checkpoints_number_what_was_saved_once(device, controls, policy):
     """They do so by hooks of their own: an op that runs twice would be counted twice."""
-
-    def gradients(runtime: delta.Runtime | None) -> list[Tensor]:
-        torch.manual_seed(0)
-        blocks = nn.ModuleList(Block() for _ in range(6)).to(device)
-        x = torch.randn(1024, 256, generator=torch.Generator().manual_seed(1)).to(device)
-        with runtime.step() if runtime else contextlib.nullcontext():
-            for index, block in enumerate(blocks):
-                x = checkpoint(block, x, use_reentrant=False) if index % 2 else block(x)
-            x.square().mean().backward()
-        return [p.grad.cpu() for p in blocks.parameters()]
-
     release(controls)
     torch.accelerator.reset_peak_memory_stats()
-    wanted = gradients(None)
+    wanted = checkpointed(device, None)
     peak_bytes = int(torch.accelerator.max_memory_reserved())
     rescued = 0
     for percent in range(98, 40, -8):
         with contextlib.closing(swapper(device, policy, peak_bytes)) as runtime:
             with capacity(controls, peak_bytes * percent // 100):
                 try:
-                    got = gradients(runtime)
+                    got = checkpointed(device, runtime)
                 except torch.OutOfMemoryError:
                     continue
                 finally:

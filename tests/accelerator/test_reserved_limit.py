@@ -11,9 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import delta_runtime as delta
 from delta_runtime.extension import _C
@@ -22,7 +21,7 @@ from tests.accelerator.conftest import Controls
 from tests.accelerator.test_first_steps import release
 from tests.accelerator.test_fragments import SCALE_OF_GROWING, ordinary, train
 from tests.accelerator.test_fragments import segments as segments
-from tests.accelerator.test_rescue import Block, chain, leave_room, trained
+from tests.accelerator.test_rescue import chain, checkpointed, leave_room, trained
 from tests.support.bitwise import Snapshot, assert_same_bits
 from tests.support.fixtures import one_thread  # noqa: F401
 from tests.zoo import ZOO
@@ -168,20 +167,12 @@ def test_an_op_that_must_not_run_twice_gets_its_memory(device, controls):
 def test_checkpoints_and_in_place_ops_are_rescued_too(device, controls):
     """Of neither an op may run again."""
 
-    def gradients(runtime: delta.Runtime | None) -> list[Tensor]:
-        torch.manual_seed(0)
-        blocks = nn.ModuleList(Block() for _ in range(6)).to(device)
-        x = torch.randn(1024, 256, generator=torch.Generator().manual_seed(1)).to(device)
-        with runtime.step() if runtime else contextlib.nullcontext():
-            for index, block in enumerate(blocks):
-                x = checkpoint(block, x, use_reentrant=False) if index % 2 else block(x)
-                x = x.add_(torch.ones(1024, 256, device=device).cumsum_(0))
-            x.square().mean().backward()
-        return [p.grad.cpu() for p in blocks.parameters()]
+    def add(x: Tensor) -> Tensor:
+        return x.add_(torch.ones(1024, 256, device=device).cumsum_(0))
 
     release(controls)
     torch.accelerator.reset_peak_memory_stats()
-    wanted = gradients(None)
+    wanted = checkpointed(device, None, add)
     peak_bytes = int(torch.accelerator.max_memory_reserved())
     rescued = 0
     for percent in range(98, 40, -8):
@@ -191,7 +182,7 @@ def test_checkpoints_and_in_place_ops_are_rescued_too(device, controls):
             peak_bytes * percent // 100, device=str(device), policy="recompute", min_bytes=0
         )
         with contextlib.closing(runtime):
-            got = gradients(runtime)
+            got = checkpointed(device, runtime, add)
         totals = runtime.report().totals
         assert all(torch.equal(*pair) for pair in zip(wanted, got, strict=True)), percent
         assert totals.over_limit or torch.accelerator.max_memory_reserved() <= runtime.budget_bytes
