@@ -111,9 +111,6 @@ def extensions() -> list[Extension]:
             extra_compile_args=COMPILE_FLAGS,
         )
     ]
-    # One of an earlier build was compiled against another torch, or other files of csrc/.
-    for old in Path("delta_runtime").glob("_cuda.*.so"):
-        old.unlink()
     if torch.version.cuda is None:
         return found
     headers = cuda_headers()
@@ -144,6 +141,10 @@ class Build(BuildExtension):
         self.build_temp = os.path.join(
             "build", f"{sysconfig.get_config_var('SOABI')}-torch-{torch.__version__}"
         )
+        # One of an earlier build may be of another torch, or of other files of csrc/.
+        for folder in (Path(), Path(self.build_lib)):
+            for old in folder.glob("delta_runtime/_cuda.*.so"):
+                old.unlink()
         super().run()
 
     def build_extension(self, ext: Extension) -> None:

@@ -9,8 +9,8 @@
 //     by name. So it is only built for versions of PyTorch whose functions are all here.
 //  2. What is allocated belongs to PyTorch's allocator, which frees it. Storages remember this one
 //     and ask it when they grow, so it lives for good.
-//  3. `torch.cuda.set_per_process_memory_fraction` is the user's word: the smaller of the two
-//  counts.
+//  3. `torch.cuda.set_per_process_memory_fraction` is the user's word: of the two the smaller one
+//     counts.
 //  4. While a graph is captured on the card nothing may wait, and the limit is passed.
 //  5. PyTorch sets its fraction without its lock. An allocation on another thread that meets that
 //     half-way fails before it has done anything, and is tried again.

@@ -36,7 +36,7 @@ def slow_where_simulated(every: int, index: int) -> list[pytest.MarkDecorator]:
 RUNS = [
     pytest.param(name, share, index // 2 % 2 == 0, marks=slow_where_simulated(every, index))
     for index, name in enumerate(MODELS)
-    for share, every in ((0.6, 2), (0.4, 4))  # one after the other, by the same ordinary run
+    for share, every in ((0.6, 1), (0.4, 2))  # one after the other, by the same ordinary run
 ]
 
 

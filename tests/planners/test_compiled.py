@@ -182,7 +182,7 @@ def searched(graph: StepGraph, share: float, work: int) -> str | None:
     return plan.to_json() if plan else None
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(graphs(), st.floats(0, 1))
 def test_presence_is_searched_alike(graph, share):
     if len(graph.saved):
