@@ -17,7 +17,8 @@ WORKERS ?= 2
 DEMO_ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Modules are compiled when they are first imported: most of what is installed never is.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile
 BUILD_INPUTS := setup.py pyproject.toml $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h)
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h tests/support/*/*.cpp tests/support/*/*.h)
 
@@ -87,16 +88,16 @@ $(VENV)/.stamp-venv:
 # torch goes first and alone: what comes later must find it, and must not choose another one.
 $(VENV)/.stamp-torch: $(VENV)/.stamp-venv
 	@echo "installing $(TORCH)"
-	$(PIP) install $(TORCH)
-	$(PIP) install "setuptools>=77" wheel ninja
+	$(INSTALL) $(TORCH)
+	$(INSTALL) "setuptools>=77" wheel ninja
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-torch $(BUILD_INPUTS)
 	@echo "building the extension and installing what the tests need (a few minutes)"
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-build-isolation -e ".[dev]"
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(INSTALL) --no-build-isolation -e ".[dev]"
 	@touch $@
 
 $(VENV)/.stamp-demo: $(VENV)/.stamp-torch $(BUILD_INPUTS)
 	@echo "building the extension and installing what the demo needs (a few minutes)"
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-build-isolation -e ".[demo]"
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(INSTALL) --no-build-isolation -e ".[demo]"
 	@touch $@

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import statistics
 from collections.abc import Iterator
 
 import pytest
@@ -144,9 +145,13 @@ def test_a_step_does_not_fill_the_device_again_once_it_was_refused_memory(
 ):
     """Else each rescue has all leave, prefetches bring it back, and the next op needs a rescue too: 80 and more."""
     wanted, peak_bytes = ordinary(name, device, controls, steps=2)
-    bits, _, rescues = inside(name, device, controls, int(0.6 * peak_bytes), steps=2)
-    assert_same_bits(bits, wanted, name)
-    assert 1 <= rescues[0] <= 20
+    in_first_step = []
+    for _ in range(3):  # how many there are depends on how long copies take: 4 to 31, half below 13
+        bits, _, rescues = inside(name, device, controls, int(0.6 * peak_bytes), steps=2)
+        assert_same_bits(bits, wanted, name)
+        in_first_step.append(rescues[0])
+    assert min(in_first_step) >= 1
+    assert statistics.median(in_first_step) <= 40
 
 
 @pytest.mark.parametrize(("name", "share"), [("mamba", 0.6), ("whisper", 0.66)])
