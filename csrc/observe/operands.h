@@ -37,6 +37,9 @@ inline uint64_t mix_geometry(uint64_t h, const at::Tensor& t) {
     return mix(h, 7);
   }
   h = mix(h, static_cast<uint64_t>(t.scalar_type()) + 31 * static_cast<uint64_t>(t.dim()));
+  if (t.is_nested()) {  // has no sizes
+    return mix(h, static_cast<uint64_t>(t.storage().sym_nbytes().maybe_as_int().value_or(0)));
+  }
   for (auto n : t.sizes()) {
     h = mix(h, static_cast<uint64_t>(n));
   }

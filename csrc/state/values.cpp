@@ -297,7 +297,7 @@ bool is_plain(const at::Tensor& t) {
   if (keys.has(c10::DispatchKey::Python) || keys.has(c10::DispatchKey::Functionalize) ||
       keys.has(c10::DispatchKey::FuncTorchGradWrapper) ||
       keys.has(c10::DispatchKey::FuncTorchBatched) || keys.has(c10::DispatchKey::ZeroTensor) ||
-      t.is_quantized() || t.is_meta()) {
+      t.is_quantized() || t.is_meta() || t.is_nested()) {  // a nested one has no sizes
     return false;
   }
   return !t.unsafeGetTensorImpl()->has_symbolic_sizes_strides();

@@ -408,3 +408,37 @@ def test_sequences_of_different_lengths(mode: str) -> None:
         return step
 
     check(program, mode)
+
+
+@by_dropping
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("written", [False, True])
+def test_strided_nested_tensors(mode: str, written: bool) -> None:
+    """They have a storage and no sizes. What is written through one is the memory of plain tensors too."""
+
+    def program() -> Step:
+        x, w = leaf(2 * N, N), leaf(N, N, seed=1)
+        sizes = torch.tensor([[N // 2, N], [3 * N // 2, N]])
+        strides, offsets = torch.tensor([[N, 1], [N, 1]]), torch.tensor([0, N * N // 2])
+
+        def step(k: int) -> list[Tensor]:
+            def forward() -> Tensor:
+                h = x * 1.5
+                nested = torch._nested_view_from_buffer(h.view(-1), sizes, strides, offsets)
+                if written:
+                    of_same_memory = h.detach().view(-1)
+                    torch._nested_view_from_buffer(of_same_memory, sizes, strides, offsets).mul_(3)
+                rows = torch.nested.as_nested_tensor([*nested.unbind()])
+                padded = (rows @ torch.nested.as_nested_tensor([w, w])).to_padded_tensor(0.0)
+                y = padded * padded + rows.sin().to_padded_tensor(0.0)
+                z = h.sin().exp()
+                del h, nested, rows, padded
+                return y.exp().mean() + z.mean()
+
+            loss = forward()
+            loss.backward()
+            return [loss.detach(), *taken(x, w)]
+
+        return step
+
+    check(program, mode)
