@@ -8,9 +8,9 @@ step to step: each change of a class costs all that uses it.)
 An array is a loan: when it is gone, nobody can write through it any more.
 
 Not covered: code that has the address of a tensor (`data_ptr`, C++ extensions, ctypes, consumers of
-`__cuda_array_interface__` and of `__dlpack_c_exchange_api__`), ops that are called by
-`OpOverload.redispatch` below where writes are counted, and methods that were taken off their class before a
-runtime was entered (`to_numpy = torch.Tensor.numpy`). What such code changes is found by evidence, or told by
+`__cuda_array_interface__` and of `__dlpack_c_exchange_api__`), ops that `OpOverload.redispatch` calls below where
+PyTorch counts writes, and methods that were taken off their class before a runtime was entered
+(`to_numpy = torch.Tensor.numpy`). What such code changes is found by evidence, or told by
 `delta_runtime.mark_written`.
 """
 

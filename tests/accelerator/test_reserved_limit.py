@@ -29,8 +29,8 @@ from tests.zoo import ZOO
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 MIB = 1 << 20
-PASSES_ONCE = 1.17
-"""What Whisper reserves at the most, of the budget: five pages, which its largest allocation takes, are 17 % of it."""
+MOST_OF_WHISPER = 1.07
+"""What it reserves at the most, of the budget: two pages more, of 3.3 % each."""
 FEW = ("gpt2_eager", "inplace_resnet", "whisper", "mamba", "wav2vec2")
 STEPS = 8
 
@@ -102,7 +102,7 @@ def test_reserved_bytes_stay_inside_the_budget_from_the_first_step_on(
     assert (passes > 0) == (most_bytes > budget_bytes), "what passes is told of"
     if name == "whisper":  # gradients lie on pages that a large allocation could else have whole
         assert passes <= 3
-        assert most_bytes <= PASSES_ONCE * budget_bytes
+        assert most_bytes <= MOST_OF_WHISPER * budget_bytes
     else:
         assert passes == 0
     assert rescues > 0, "else there was nothing to do"
