@@ -46,6 +46,8 @@ help:
 demo: $(VENV)/.stamp-demo
 	$(BIN)/python scripts/demo.py $(DEMO_ARGS)
 
+# Threads that wait for others without spinning: two processes share the cores.
+test: export OMP_WAIT_POLICY := passive
 test: lint
 	$(BIN)/python -m pytest -q -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from delta_runtime import raw_access
+from delta_runtime import raw_access, torch_hooks
 from delta_runtime.act.plans import follow
 from delta_runtime.act.tiers import Tiers
 from delta_runtime.allocator_margin import AllocatorMargin
@@ -169,6 +169,7 @@ class Steps:
             with contextlib.suppress(RuntimeError):  # while a graph is captured
                 torch.accelerator.empty_cache()
             self.margin.measure()
+        torch_hooks.choose_hooks()
         self._session.begin_step()
         self.begin_s = time.perf_counter()
 

@@ -8,6 +8,7 @@ cover what they do: the session does that.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -85,6 +86,7 @@ class TorchHooks:
         _C.watch_data_setter()
         if self._on_cpu:
             _C.cpu_pool.set_soft_limit_is_hard(self._strict)
+        choose_hooks()
         for pair in (self.pair, *above):
             torch._C._autograd._push_saved_tensors_default_hooks(*pair)
         torch.autograd.graph.disable_saved_tensors_hooks = _disable_saved_tensors_hooks
@@ -178,6 +180,17 @@ def _take_all(down_to: HookPair | None = None) -> list[HookPair]:
 def _put(pairs: Sequence[HookPair]) -> None:
     for pair in pairs:
         torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+
+
+def choose_hooks() -> None:
+    """Have autograd call the session without Python, but where remote procedure calls are on.
+
+    There its distributed engine may be used, which bears only PyTorch's own default engine.
+    """
+    rpc = sys.modules.get("torch.distributed.rpc")
+    _C.use_direct_hooks(
+        rpc is None or not rpc.is_available() or not rpc._is_current_rpc_agent_set()
+    )
 
 
 def _let_higher_order_ops_pass() -> None:

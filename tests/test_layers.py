@@ -72,7 +72,7 @@ LAYERS = {
     "entered": _layer("core extension raw_access torch_hooks _C", "torch"),
     "steps": _layer(
         "core config act allocator_margin budget_relief device extension known_step online plan_cache "
-        "planning_time plans_beside pump raw_access record report idle_steps standing_aside _C",
+        "planning_time plans_beside pump raw_access record report idle_steps standing_aside torch_hooks _C",
         "numpy torch",
     ),
 }

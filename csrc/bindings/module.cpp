@@ -12,6 +12,7 @@
 #include <string>
 
 #include "bindings/callbacks.h"
+#include "bindings/direct_hooks.h"
 #include "bindings/dry_run.h"
 #include "bindings/errors.h"
 #include "bindings/planners.h"
@@ -206,6 +207,8 @@ void bind_process(py::module_& m) {
         set_python_random(std::move(hooks));
       },
       "How the generators of Python and numpy are kept and put back around an op in Python.");
+  m.def("use_direct_hooks", &use_direct_hooks, py::arg("wanted"),
+        "Whether autograd has sessions' hooks as C++ objects, where it finds their pair on top.");
   m.def(
       "rescue_no_ops", [] { rescue_ops(false); },
       "This thread's ops are not run again any more: autograd may put that back behind a "

@@ -4,6 +4,7 @@
 #include <iterator>
 
 #include "bindings/callbacks.h"
+#include "bindings/direct_hooks.h"
 #include "bindings/ticket.h"
 #include "state/session.h"
 #include "util/plain_frames.h"
@@ -173,8 +174,12 @@ void bind_life(SessionClass& c) {
         py::arg("spill_bytes") = 0, py::arg("spill_direct") = false, py::arg("reserved_bytes") = 0,
         py::arg("pin") = py::none(), py::arg("unpin") = py::none(),
         "The descriptor `spill_file` stays the caller's, who may close it after this.")
-      .def("pack_hook", &pack_hook)
-      .def("unpack_hook", &unpack_hook)
+      .def("pack_hook",
+           [](const c10::intrusive_ptr<Session>& session) {
+             offer_direct_hooks();
+             return pack_hook(session);
+           })
+      .def("unpack_hook", [](const Session&) { return unpack_hook(); })
       .def("enter", &Session::enter)
       .def("leave", &Session::leave)
       .def("rest", &Session::rest,

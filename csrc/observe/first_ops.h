@@ -10,6 +10,7 @@
 
 #include <c10/util/flat_hash_map.h>
 
+#include <atomic>
 #include <utility>
 #include <vector>
 
@@ -41,7 +42,7 @@ class FirstOps {
  private:
   enum class Mode { Off, Learning, Comparing };
 
-  Mode mode_ = Mode::Off;
+  std::atomic<Mode> mode_ = Mode::Off;
   std::vector<uint64_t> beginnings_;  // of this step: the first op, the first two, ...
   ska::flat_hash_set<uint64_t> known_;
 };

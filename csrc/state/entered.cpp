@@ -92,9 +92,22 @@ void forget_entered_locks() {
   new (&watch.mutex) std::mutex();
   new (&g_entered_mutex) std::mutex();
   watch.in_forked_child = true;
-  for (const auto& session : watch.sessions) {  // the one that is entered is among them
-    session->forget_lock();
+}
+
+bool try_lock_entered() {
+  if (!the_watch().mutex.try_lock()) {
+    return false;
   }
+  if (!g_entered_mutex.try_lock()) {
+    the_watch().mutex.unlock();
+    return false;
+  }
+  return true;
+}
+
+void unlock_entered() {
+  g_entered_mutex.unlock();
+  the_watch().mutex.unlock();
 }
 
 }  // namespace delta

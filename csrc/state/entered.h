@@ -23,6 +23,9 @@ bool several_watch();
 void watch(c10::intrusive_ptr<Session> session, at::RecordFunctionCallback (*callback)());
 void end_watch(const Session& session);
 
+// Around a fork (fork_guard.h).
+bool try_lock_entered();
+void unlock_entered();
 void forget_entered_locks();  // in a forked child: whoever held them does not exist there
 
 }  // namespace delta

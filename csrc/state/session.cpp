@@ -16,6 +16,7 @@
 #include "rebuild/shortcuts.h"
 #include "rebuild/vector_math.h"
 #include "state/entered.h"
+#include "state/fork_guard.h"
 #include "util/gil.h"
 
 namespace delta {
@@ -89,6 +90,7 @@ Session::Session(SessionOptions options)
     : state(with_vector_math_settled(std::move(options))),
       allocator_(state.options.reserved_bytes > 0 ? limited_allocator(device()) : nullptr),
       process_(getpid()) {
+  take_at_forks(state.lock);
   if (allocator_ != nullptr) {
     allocator_->forget_past();
   }
@@ -97,6 +99,8 @@ Session::Session(SessionOptions options)
         [this](int64_t bytes, int attempt) { return eviction.rescue(bytes, attempt); });
   }
 }
+
+Session::~Session() { take_no_more(state.lock); }
 
 bool Session::begin_idle(int64_t most_bytes) {
   TORCH_CHECK(!state.entered, "this runtime is entered already");
@@ -164,18 +168,24 @@ void Session::leave() {
   } else {
     keep_reserved_to(0);
   }
-  bool over = false;
+  if (!tiers.none()) {
+    Guard guard(state.lock);
+    tiers.reap();
+  }
+  end_watch_if_over();
+  clear_entered();
+}
+
+void Session::end_watch_if_over() {
   {
     Guard guard(state.lock);
-    if (!tiers.none()) {
-      tiers.reap();
+    if (!state.pages.managed().empty()) {
+      return;
     }
-    over = state.pages.managed().empty();
   }
-  if (over) {
+  if (!state.entered && !idle.first_ops.comparing()) {
     end_watch(*this);
   }
-  clear_entered();
 }
 
 void Session::rest() { state.resting = true; }

@@ -28,10 +28,14 @@ namespace delta {
 
 struct Session : c10::intrusive_ptr_target {
   explicit Session(SessionOptions options);
+  ~Session() override;
 
   void enter();  // on this thread: callback in, rescue on
   void leave();  // on that thread, or when it has ended
   void rest();   // left for good, or until it is entered again
+  // Nothing is saved by it any more, as it seemed: it is watched no longer, if that still holds.
+  // With the GIL, which whoever enters it or begins an idle step has too.
+  void end_watch_if_over();
   void begin_step();
   void end_step();
   void set_budget(int64_t bytes);  // what is kept to from now on
@@ -43,7 +47,6 @@ struct Session : c10::intrusive_ptr_target {
 
   c10::Device device() const { return state.options.device; }
   Levels levels() const;
-  void forget_lock() { state.lock.forget(); }  // in a forked child
 
   SessionState state;
   int64_t surprises = 0;  // rescues, values that no plan knew, and memory that was hard to find

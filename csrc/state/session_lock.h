@@ -9,6 +9,7 @@
 //     owner under the lock wait in the thread's Trash and die after the unlock.
 #pragma once
 
+#include <chrono>
 #include <mutex>
 
 #include "util/spin_lock.h"
@@ -17,7 +18,9 @@ namespace delta {
 
 class SessionLock {
  public:
-  void forget() { mutex_.unlock(); }  // in a forked child: whoever held it does not exist there
+  // Around a fork (fork_guard.h); everybody else takes a Guard.
+  bool try_lock() { return mutex_.try_lock_for(std::chrono::microseconds(0)); }
+  void unlock() { mutex_.unlock(); }
 
  private:
   friend class Guard;

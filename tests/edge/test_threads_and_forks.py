@@ -236,6 +236,45 @@ def test_children_forked_while_threads_write_go_on():
     runtime.close()
 
 
+SAVED_SMALL = """
+import os, signal, threading, time
+import torch
+import delta_runtime as delta
+
+torch.set_num_threads(1)
+x, k = torch.rand(8, requires_grad=True), torch.rand(8, requires_grad=True)
+with delta.Runtime("2GiB", device="cpu"):
+    y = x
+    for _ in range(400):
+        y = y.sin()
+    y, z = y.sum(), k.exp()
+stop = False
+
+def unpack():
+    while not stop:
+        y.backward(retain_graph=True)
+
+thread = threading.Thread(target=unpack)
+thread.start()
+ended, ends_s = [], time.monotonic() + 8
+while len(ended) < 400 and time.monotonic() < ends_s:
+    child = os.fork()
+    if child == 0:
+        signal.alarm(5)  # which ends a child that hangs
+        z.grad_fn._saved_result
+        os._exit(0)
+    ended.append(os.waitpid(child, 0)[1])
+stop = True
+thread.join()
+print(len(ended) > 50, set(ended))
+"""
+
+
+def test_children_forked_while_a_thread_unpacks_unpack_too():
+    """Backward asks for what is saved without the interpreter's lock; the runtime was left, and nobody watches."""
+    assert python(SAVED_SMALL).stdout == "True {0}\n"
+
+
 REBUILDS = """
 import os, signal, threading, time
 import torch
