@@ -17,6 +17,15 @@ namespace {
 using torch::autograd::Engine;
 using torch::autograd::SavedVariableHooks;
 
+// The pointer that an engine takes a graph's root by. Its class depends on the release of PyTorch.
+template <class Method>
+struct RootOf;
+template <class Future, class Task, class Root, class Inputs>
+struct RootOf<Future (Engine::*)(Task, Root, Inputs)> {
+  using type = Root;
+};
+using RootPointer = RootOf<decltype(&Engine::execute_with_graph_task)>::type;
+
 std::atomic<bool> g_wanted{true};
 Engine* g_torchs = nullptr;  // PyTorch's own, which lives as long as the process
 
@@ -91,8 +100,7 @@ class HooksEngine final : public Engine {
   }
 
   c10::intrusive_ptr<at::ivalue::Future> execute_with_graph_task(
-      const std::shared_ptr<torch::autograd::GraphTask>& graph_task,
-      c10::intrusive_ptr<torch::autograd::Node> root,
+      const std::shared_ptr<torch::autograd::GraphTask>& graph_task, RootPointer root,
       torch::autograd::InputBuffer&& inputs) override {
     return g_torchs->execute_with_graph_task(graph_task, std::move(root), std::move(inputs));
   }
