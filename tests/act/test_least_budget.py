@@ -21,7 +21,7 @@ from tests.support.fixtures import one_thread  # noqa: F401
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore")]
 
-STEPS = 6
+STEPS = 4
 
 
 def train(state: TrainState, runtime: delta.Runtime | None = None, steps: int = STEPS) -> Snapshot:

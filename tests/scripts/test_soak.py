@@ -13,7 +13,7 @@ from tests.support.fixtures import one_thread  # noqa: F401
 @pytest.mark.filterwarnings("ignore")
 def test_a_short_soak_is_right_and_leaves_nothing_open(tmp_path) -> None:
     out = tmp_path / "points.jsonl"
-    points = soak(400, 0, 0.6, 0, out)
+    points = soak(200, 0, 0.6, 0, out)
     assert len(points) == 40 == len(out.read_text().splitlines())
     assert all(point.right for point in points)
     rising = {each.name for each in slopes(points) if not each.is_flat}
