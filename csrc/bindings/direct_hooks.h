@@ -6,9 +6,7 @@
 //     objects. The engine put in place here gives a session's hooks as C++ objects instead, if the
 //     session's pair is on top, and passes all else on to PyTorch's.
 //  2. The pair stays on the stack, as the mark of whose hooks come first. All that looks there
-//  finds
-//     it: hooks above it, functions that refuse hooks, and threads that autograd gives the stack
-//     to.
+//     finds it: hooks above it, functions that refuse hooks, threads that are given the stack.
 //  3. Autograd's distributed engine keeps the default engine that it finds first, and starts the
 //     threads of devices with it. Where remote procedure calls are on, Python's hooks are used.
 //  4. Packing, unpacking and letting go run with or without the GIL, as ops do.

@@ -215,7 +215,7 @@ def test_children_that_only_load_data_say_nothing(tmp_path):
     assert done.stderr.count("policy auto on cpu") == 1  # the parent's report
     others = [line for line in done.stderr.splitlines() if "arning" in line]
     assert not [line for line in others if "delta" in line]
-    bad = run(CHILDREN, tmp_path, "fork", "spawn", DELTA_BUDGET="5 parsecs")
+    bad = run(CHILDREN, tmp_path, "fork", "spawn", "forkserver", DELTA_BUDGET="5 parsecs")
     # The parent's, and that of a program of its own, which the last child is.
     assert bad.stderr.count("stays off") == 2
 
