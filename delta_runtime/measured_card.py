@@ -12,7 +12,9 @@ import torch
 from delta_runtime.simulate.card import LIKELY, Card
 
 _ROUNDS = 5
-_SIZE = {"cpu": 1024, "cuda": 4096}  # of the matrices
+_SIZE = {"cpu": 1024, "cuda": 4096}  # of the matrices, at the most
+_SMALLER = 8  # so many times, to begin with
+_LONG_S = 0.02  # a product that takes as long tells the rate
 _COPIED = {"cpu": 64 << 20, "cuda": 512 << 20}  # bytes, out of any cache
 _SMALL_OPS = 200
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -65,9 +67,18 @@ def _least_s(device: torch.device, run: Callable[[], object]) -> float:
 
 
 def _flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    n = _SIZE[device.type]
-    a = torch.ones(n, n, device=device, dtype=dtype)
-    return 2 * n**3 / _least_s(device, lambda: torch.mm(a, a))
+    """Return what a product reaches: a large one, or a smaller one that takes long (a CPU may emulate a dtype)."""
+
+    def product_s(n: int) -> float:
+        a = torch.ones(n, n, device=device, dtype=dtype)
+        return _least_s(device, lambda: torch.mm(a, a))
+
+    n = _SIZE[device.type] // _SMALLER
+    seconds = product_s(n)
+    while seconds < _LONG_S and n < _SIZE[device.type]:
+        n *= 2
+        seconds = product_s(n)
+    return 2 * n**3 / seconds
 
 
 def _bytes_per_s(source: torch.device, target: torch.device) -> float:
