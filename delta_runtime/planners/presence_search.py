@@ -16,7 +16,8 @@ Note: the search
      begins with the best so far, changed by chance: in half of them values that are made one after the other are all
      there, or all away; in the others a few values are turned around over a stretch of slots, the more the longer
      nothing better was found, and the last of these stays so in the first sweep.
-  4. What is drawn by chance comes from a seed: equal steps give equal plans.
+  4. It ends after fifty turns in vain for each value that can be moved, or three thousand.
+  5. What is drawn by chance comes from a seed: equal steps give equal plans.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from delta_runtime.planners.presence_slots import Slots, plan_of, presence_of, s
 MOST_PRESENCE = 5_000_000
 """Slots of all values together: a step with more is not searched."""
 _MOST_IN_VAIN = 3000  # turns in a row that found nothing better
+_IN_VAIN_FOR_EACH = 50  # value that can be moved, where that is less
 _SWEEPS = 30  # for a first turn in any case
 _WORK_AT_ONCE = 200_000  # a few milliseconds
 _MOST_WITHOUT_EXTENSION = 2_400_000  # a few seconds of Python
@@ -99,10 +101,11 @@ def search(
     if compiled.planners is None:
         most_work = min(most_work, _MOST_WITHOUT_EXTENSION)
     most_work = max(most_work, _SWEEPS * len(there))
+    in_vain = min(_MOST_IN_VAIN, _IN_VAIN_FOR_EACH * int((~slots.fixed).sum()))
     through = False
     while not through and presence.work() < most_work:
         give_way()
-        through = presence.go_on(min(_WORK_AT_ONCE, most_work - presence.work()), _MOST_IN_VAIN)
+        through = presence.go_on(min(_WORK_AT_ONCE, most_work - presence.work()), in_vain)
     found = Found(*presence.best())
     return plan_of(
         slots,
