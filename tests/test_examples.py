@@ -21,12 +21,14 @@ NEEDS = {
     "trainer": ("transformers", "accelerate"),
 }
 """Each example, and the packages that it imports beside torch."""
+OF_TWO_PROCESSES = ("ddp", "fsdp2")
+"""Marked slow: tests/scripts/test_ecosystem.py runs programs like these two."""
 
 
 def run(name: str, *arguments: str) -> str:
     launcher = (
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        if name in ("ddp", "fsdp2")
+        if name in OF_TWO_PROCESSES
         else []
     )
     clean = {key: text for key, text in os.environ.items() if not key.startswith("DELTA_")}
@@ -57,7 +59,13 @@ def test_all_are_known_and_listed() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", sorted(NEEDS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in OF_TWO_PROCESSES))
+        for name in sorted(NEEDS)
+    ],
+)
 def test_an_example_keeps_its_losses_and_its_budget(name: str) -> None:
     for package in NEEDS[name]:
         pytest.importorskip(package)
@@ -65,5 +73,5 @@ def test_an_example_keeps_its_losses_and_its_budget(name: str) -> None:
     assert losses(ordinary)
     assert losses(budgeted) == losses(ordinary)
     verdicts = re.findall(r"Freed .* recomputed", budgeted)
-    assert len(verdicts) == (2 if name in ("ddp", "fsdp2") else 1), budgeted
+    assert len(verdicts) == (2 if name in OF_TWO_PROCESSES else 1), budgeted
     assert "passed" not in budgeted

@@ -44,7 +44,7 @@ def train(state: TrainState, runtime: delta.Runtime | None = None, steps: int = 
     ("name", "batch_size", "size"),
     [
         ("unet", 4, 64),
-        ("resnet50", 8, 128),
+        pytest.param("resnet50", 8, 128, marks=pytest.mark.slow),
         pytest.param("resnet101", 8, 128, marks=pytest.mark.slow),
         ("gpt", 2, 128),
     ],

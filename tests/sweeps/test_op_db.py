@@ -2,7 +2,8 @@
 
 Each op and its in-place variant, float32 and float64, a few samples: everything dropped, everything swapped out, and
 seeded random choices dropped, swapped out or brought back at random op boundaries (swapping in float32 only: it moves
-bytes, whatever they mean). scripts/sweep_op_db.py runs more dtypes and all samples.
+bytes, whatever they mean). Random choices that are only dropped are marked slow. scripts/sweep_op_db.py runs more
+dtypes and all samples.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ LEAST_REBUILT = {torch.float64: 440, torch.float32: 440}
 
 RUNS = [(dtype, mode) for dtype in LEAST_REBUILT for mode in ("drop_all", "random")]
 RUNS += [(torch.float32, mode) for mode in ("swap_all", "disk_all", "mix")]
+LONG = [pytest.param(*run, marks=[pytest.mark.slow] * (run[1] == "random")) for run in RUNS]
+"""In `make test` random choices are those of "mix", where a value is dropped or swapped."""
 
 _results: dict[tuple[torch.dtype, str], dict[str, Result]] = {}
 
@@ -33,7 +36,7 @@ def rows() -> dict:
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-@pytest.mark.parametrize(("dtype", "mode"), RUNS, ids=str)
+@pytest.mark.parametrize(("dtype", "mode"), LONG, ids=str)
 def test_same_bits(rows: dict, dtype: torch.dtype, mode: str, chunk: int) -> None:
     results = {row.name: run_row(row, mode, SAMPLES) for row in rows[dtype][chunk::CHUNKS]}
     _results.setdefault((dtype, mode), {}).update(results)
@@ -50,7 +53,7 @@ def test_enough_rows_really_rebuilt_something(rows: dict, dtype: torch.dtype, mo
     assert outcomes[Outcome.REBUILT] >= LEAST_REBUILT[dtype], outcomes
 
 
-@pytest.mark.parametrize(("dtype", "mode"), [run for run in RUNS if "all" not in run[1]], ids=str)
+@pytest.mark.parametrize(("dtype", "mode"), [run for run in LONG if "all" not in run.values[1]])
 def test_random_choices_rebuilt_something_too(rows: dict, dtype: torch.dtype, mode: str) -> None:
     results = _results.get((dtype, mode), {})
     if len(results) < len(rows[dtype]):
