@@ -180,7 +180,7 @@ def accumulation_steps() -> list[Callable[[delta.Runtime], StepTotals]]:
 def test_each_graph_of_several_is_judged_by_its_own_steps(ordinary, monkeypatch, program):
     """Plans that reckon with faster lanes than there are wait at first; others come in their place."""
     runtime = delta.Runtime(
-        budget(ordinary, 0.6), device="cpu", policy="auto", link_bytes_per_s=2e8
+        budget(ordinary, 0.6), device="cpu", policy="auto", link_bytes_per_s=1e8
     )
     torch.manual_seed(0)
     steps = program()
