@@ -9,8 +9,9 @@ A benchmark in five parts, each in one process with its contenders in turns:
   (c) saved tensors: microseconds per saved tensor, pack and unpack, of a managed tensor; at most 2.5;
   (d) tiny: as (a), of a net of 726 tiny ops, where launching is all that a step takes: of idle steps, at most 1.03;
   (e) plan: what a step of that net takes, over the ordinary steps around it, while it follows a plan (what it runs
-      again left out), and what PyTorch's own ways to see ops and saved tensors take there: an empty RecordFunction
-      callback that asks for inputs and outputs, saved-tensor hooks that do nothing, and both.
+      again left out); in a runtime that no op is announced to, the least that managing what is saved takes; and what
+      PyTorch's own ways to see ops and saved tensors take there: an empty RecordFunction callback that asks for inputs
+      and outputs, saved-tensor hooks that do nothing, and both.
 Takes about 5 minutes on two idle cores; needs no GPU. Exits 1 if a limit is missed.
 
     python -m benchmarks.overhead [--parts ops,plan] [--models resnet50,gpt] [--rounds 15] [--json FILE]
@@ -26,6 +27,7 @@ import contextlib
 import gc
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -239,6 +241,16 @@ def both_bare() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def ops_unseen() -> Iterator[None]:
+    """Have PyTorch announce no op. A runtime then manages what is saved, and can make none of it again."""
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
+
+
 def bench_plan(rounds: int) -> list[Figure]:
     """Return what a step of tiny ops takes that follows a plan, and what seeing it takes at the least."""
     step = tiny_step()
@@ -246,13 +258,20 @@ def bench_plan(rounds: int) -> list[Figure]:
         step(roomy)
         needed_bytes = roomy.report().totals.peak_bytes
     budget_bytes = int(TIGHT * needed_bytes)
-    runtime = delta.Runtime(budget_bytes, policy="recompute", device="cpu", min_bytes=0)
+    runtime, unseen = (
+        delta.Runtime(budget_bytes, policy="recompute", device="cpu", min_bytes=0) for _ in range(2)
+    )
 
     def follows() -> float:
         seconds = step(runtime)
         last = runtime.report().last
         assert last is not None
         return seconds - last.rebuild_s
+
+    def manages_unseen() -> float:
+        with ops_unseen(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is kept passes the budget
+            return step(unseen)
 
     def within(context: Callable[[], contextlib.AbstractContextManager[None]]) -> float:
         with context():
@@ -261,8 +280,10 @@ def bench_plan(rounds: int) -> list[Figure]:
     for _ in range(SETTLED):
         step(runtime)
         runtime.wait_for_plan()
+        manages_unseen()
     kinds: dict[str, Callable[[], float]] = {
         "following a plan, beside what runs again": follows,
+        "a runtime that sees no op": manages_unseen,
         "an empty RecordFunction callback": lambda: within(bare_observer),
         "saved-tensor hooks that do nothing": lambda: within(bare_hooks),
         "both": lambda: within(both_bare),
@@ -279,6 +300,7 @@ def bench_plan(rounds: int) -> list[Figure]:
     if followed is None or not followed.plan_hits or not followed.drops:
         raise RuntimeError("the step was meant to follow a plan that drops")
     runtime.close()
+    unseen.close()
     return [
         Figure("plan", f"726 tiny ops over ordinary: {name}", "", Spread.of(each))
         for name, each in ratios.items()
