@@ -9,7 +9,7 @@ A benchmark in five parts, each in one process with its contenders in turns:
   (c) saved tensors: microseconds per saved tensor, pack and unpack, of a managed tensor; at most 2.5;
   (d) tiny: as (a), of a net of 726 tiny ops, where launching is all that a step takes: of idle steps, at most 1.03;
   (e) plan: what a step of that net takes, over the ordinary steps around it, while it follows a plan (what it runs
-      again left out); in a runtime that no op is announced to, the least that managing what is saved takes; and what
+      again left out); in a runtime that no op is announced to, whose hooks therefore decline each tensor; and what
       PyTorch's own ways to see ops and saved tensors take there: an empty RecordFunction callback that asks for inputs
       and outputs, saved-tensor hooks that do nothing, and both.
 Takes about 5 minutes on two idle cores; needs no GPU. Exits 1 if a limit is missed.
@@ -27,7 +27,6 @@ import contextlib
 import gc
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -243,7 +242,7 @@ def both_bare() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ops_unseen() -> Iterator[None]:
-    """Have PyTorch announce no op. A runtime then manages what is saved, and can make none of it again."""
+    """Have PyTorch announce no op. The hooks of a runtime then decline all that is saved: nobody knows who made it."""
     torch._C._autograd._enable_record_function(False)
     try:
         yield
@@ -258,9 +257,20 @@ def bench_plan(rounds: int) -> list[Figure]:
         step(roomy)
         needed_bytes = roomy.report().totals.peak_bytes
     budget_bytes = int(TIGHT * needed_bytes)
-    runtime, unseen = (
-        delta.Runtime(budget_bytes, policy="recompute", device="cpu", min_bytes=0) for _ in range(2)
-    )
+    runtime = delta.Runtime(budget_bytes, policy="recompute", device="cpu", min_bytes=0)
+    unseen = delta.Runtime(NEVER_BINDS, device="cpu", min_bytes=0)
+    unseen.steps.idle = IdleSteps(0)  # which no step fits: the hooks stay
+    with contextlib.closing(runtime), contextlib.closing(unseen):
+        return _plan_figures(step, runtime, unseen, rounds)
+
+
+def _plan_figures(
+    step: Callable[[delta.Runtime | None], float],
+    runtime: delta.Runtime,
+    unseen: delta.Runtime,
+    rounds: int,
+) -> list[Figure]:
+    """Return the figures of a runtime that follows a plan, of one that is told of no op, and of PyTorch alone."""
 
     def follows() -> float:
         seconds = step(runtime)
@@ -268,9 +278,8 @@ def bench_plan(rounds: int) -> list[Figure]:
         assert last is not None
         return seconds - last.rebuild_s
 
-    def manages_unseen() -> float:
-        with ops_unseen(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is kept passes the budget
+    def declines() -> float:
+        with ops_unseen():
             return step(unseen)
 
     def within(context: Callable[[], contextlib.AbstractContextManager[None]]) -> float:
@@ -280,10 +289,10 @@ def bench_plan(rounds: int) -> list[Figure]:
     for _ in range(SETTLED):
         step(runtime)
         runtime.wait_for_plan()
-        manages_unseen()
+        declines()
     kinds: dict[str, Callable[[], float]] = {
         "following a plan, beside what runs again": follows,
-        "a runtime that sees no op": manages_unseen,
+        "a runtime that sees no op, and declines": declines,
         "an empty RecordFunction callback": lambda: within(bare_observer),
         "saved-tensor hooks that do nothing": lambda: within(bare_hooks),
         "both": lambda: within(both_bare),
@@ -299,8 +308,9 @@ def bench_plan(rounds: int) -> list[Figure]:
     followed = runtime.report().last
     if followed is None or not followed.plan_hits or not followed.drops:
         raise RuntimeError("the step was meant to follow a plan that drops")
-    runtime.close()
-    unseen.close()
+    declined = unseen.report().last
+    if declined is None or not declined.packs or declined.managed_unpacks or declined.idle_steps:
+        raise RuntimeError("hooks were meant to be called, and to decline")
     return [
         Figure("plan", f"726 tiny ops over ordinary: {name}", "", Spread.of(each))
         for name, each in ratios.items()

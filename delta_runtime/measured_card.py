@@ -14,7 +14,7 @@ from delta_runtime.simulate.card import LIKELY, Card
 _ROUNDS = 5
 _SIZE = {"cpu": 1024, "cuda": 4096}  # of the matrices, at the most
 _SMALLER = 8  # so many times, to begin with
-_LONG_S = 0.02  # a product that takes as long tells the rate
+_LONG_S = 0.1  # a product that takes as long tells the rate
 _COPIED = {"cpu": 64 << 20, "cuda": 512 << 20}  # bytes, out of any cache
 _SMALL_OPS = 200
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -19,7 +19,6 @@ from tests.support.bitwise import assert_same_bits, gradients
 
 pytestmark = pytest.mark.timeout(120)
 
-BUDGET = "7MiB"
 BUDGET_BYTES = 7 << 20
 NEVER_BINDS = "2GiB"
 WIDTH = 256
@@ -86,7 +85,7 @@ def test_python_sees_no_ticket_and_both_ways_keep_every_bit():
 def test_hooks_above_ours_are_called_in_our_stead():
     seen = []
     x = torch.rand(4, requires_grad=True)
-    with delta.Runtime(BUDGET, device="cpu"):
+    with delta.Runtime(BUDGET_BYTES, device="cpu"):
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t: seen.append(t.shape) or t, lambda t: t
         ):
@@ -103,7 +102,7 @@ def test_ours_are_called_above_others():
 
     x = torch.rand(4, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(must_not, must_not):
-        with delta.Runtime(BUDGET, device="cpu"):
+        with delta.Runtime(BUDGET_BYTES, device="cpu"):
             x.exp().sum().backward()
     assert x.grad is not None
 
@@ -123,7 +122,7 @@ def test_a_backward_that_c_plus_plus_begins_is_pytorchs():
 
 def test_anomalies_name_the_op_of_the_forward():
     x = torch.zeros(4, requires_grad=True)
-    with delta.Runtime(BUDGET, device="cpu"), torch.autograd.set_detect_anomaly(True):
+    with delta.Runtime(BUDGET_BYTES, device="cpu"), torch.autograd.set_detect_anomaly(True):
         y = (x.sqrt() * 0).sum()
         with (
             pytest.warns(UserWarning, match="x.sqrt"),
@@ -134,7 +133,7 @@ def test_anomalies_name_the_op_of_the_forward():
 
 def test_errors_of_a_hook_arrive_as_python_has_them():
     x = torch.rand(2048, requires_grad=True)
-    with delta.Runtime(BUDGET, device="cpu"):
+    with delta.Runtime(BUDGET_BYTES, device="cpu"):
         y = x.exp()
         with torch.no_grad():
             y.add_(1)

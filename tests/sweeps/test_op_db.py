@@ -25,7 +25,7 @@ LEAST_REBUILT = {torch.float64: 440, torch.float32: 440}
 RUNS = [(dtype, mode) for dtype in LEAST_REBUILT for mode in ("drop_all", "random")]
 RUNS += [(torch.float32, mode) for mode in ("swap_all", "disk_all", "mix")]
 LONG = [pytest.param(*run, marks=[pytest.mark.slow] * (run[1] == "random")) for run in RUNS]
-"""In `make test` random choices are those of "mix", where a value is dropped or swapped."""
+"""In `make test` random choices are those of "mix", in float32, where a value is dropped or swapped."""
 
 _results: dict[tuple[torch.dtype, str], dict[str, Result]] = {}
 
@@ -53,7 +53,9 @@ def test_enough_rows_really_rebuilt_something(rows: dict, dtype: torch.dtype, mo
     assert outcomes[Outcome.REBUILT] >= LEAST_REBUILT[dtype], outcomes
 
 
-@pytest.mark.parametrize(("dtype", "mode"), [run for run in LONG if "all" not in run.values[1]])
+@pytest.mark.parametrize(
+    ("dtype", "mode"), [run for run in LONG if "all" not in run.values[1]], ids=str
+)
 def test_random_choices_rebuilt_something_too(rows: dict, dtype: torch.dtype, mode: str) -> None:
     results = _results.get((dtype, mode), {})
     if len(results) < len(rows[dtype]):
