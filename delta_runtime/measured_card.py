@@ -1,4 +1,4 @@
-"""This machine as a card: its rates as they are measured, in a second or two."""
+"""This machine as a card: its rates as they are measured, in a few seconds."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import delta_runtime as delta
+from delta_runtime import measured_card
 from delta_runtime.cli.main import main
 from delta_runtime.core.errors import NeedsValues, UsageError
 from delta_runtime.core.step_graph import StepGraph
@@ -243,6 +244,27 @@ def test_this_machine_is_a_card() -> None:
     assert all(rate > 1e8 for rate in (*card.flops_per_s.values(), card.bytes_per_s))
     assert 0 < card.launch_s < 1e-3
     assert delta.estimate(build, card=card, budget="100%", policy="recompute").fits
+
+
+@pytest.mark.parametrize(("long_from", "measured"), [(128, 128), (512, 512), (1 << 20, 1024)])
+def test_a_dtype_that_takes_long_is_measured_by_a_smaller_product(
+    monkeypatch, long_from: int, measured: int
+) -> None:
+    """As where a CPU emulates it: five products of 1024 take half a minute there."""
+    sizes = []
+
+    def mm(a: torch.Tensor, _: torch.Tensor) -> None:
+        sizes.append(len(a))
+
+    def seconds(_: torch.device, run) -> float:
+        run()
+        return 1.0 if sizes[-1] >= long_from else 1e-6
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(measured_card, "_least_s", seconds)
+    rate = measured_card._flops_per_s(torch.device("cpu"), torch.bfloat16)
+    assert sizes[-1] == max(sizes) == measured
+    assert rate == 2 * measured**3 / (1.0 if measured >= long_from else 1e-6)
 
 
 def test_a_script_that_prints_its_loss_is_told_the_line(

@@ -154,15 +154,15 @@ def test_a_step_does_not_fill_the_device_again_once_it_was_refused_memory(
     assert statistics.median(in_first_step) <= 40
 
 
-@pytest.mark.parametrize(("name", "share"), [("mamba", 0.6), ("whisper", 0.68)])
+@pytest.mark.parametrize(("name", "share"), [("mamba", 0.6), ("whisper", 0.66)])
 def test_segments_that_grow_leave_room_where_cut_ones_do_not(
     name, share, segments, device, controls, without_limit
 ):
     """From the first step on, on a device as large as the budget: cut segments let an op die, growing ones hardly ever.
 
-    What is left between live tensors depends on the seconds that were measured. Of trainings where segments grow, none
-    of 100 died at this share; Whisper lacks a few kilobytes in one of some 60 at 66 %, and in one of three at 60 %.
-    Where the allocator keeps to a limit it does not (test_reserved_limit.py).
+    What is left between live tensors depends on the seconds that were measured: where segments grow Whisper lacks a
+    few kilobytes in one of some 60 trainings at this share, and in one of three at 60 %. Where the allocator keeps to a
+    limit it does not (test_reserved_limit.py).
     """
     wanted, peak_bytes = ordinary(name, device, controls, steps=2)
 

@@ -215,6 +215,32 @@ def test_no_turn_is_begun_beyond_the_work_that_was_asked_for(
     assert len(until) > 1 and until[-1] == most
 
 
+@pytest.mark.parametrize(("name", "n_values"), [("chain", 8), ("gpt", None)])
+def test_a_small_step_is_given_up_sooner(
+    monkeypatch: pytest.MonkeyPatch, name: str, n_values: int | None
+) -> None:
+    graph = recorded("gpt") if n_values is None else TINY[name]
+    slots = slots_of(graph, budget_of(graph, 0.5))
+    assert slots is not None
+    asked = []
+
+    class Watched:
+        def __init__(self, slots: Slots, there: Mask) -> None:
+            self.search = searching(slots, there)
+            self.work, self.best = self.search.work, self.search.best
+
+        def go_on(self, work: int, most_in_vain: int) -> bool:
+            asked.append(most_in_vain)
+            return True
+
+    monkeypatch.setattr(presence_search, "searching", Watched)
+    search(graph, budget_of(graph, 0.5), Plan.moving_nothing(graph), most_work=1)
+    movable = int((~slots.fixed).sum())
+    assert n_values in (None, movable)
+    assert asked == [min(50 * movable, 3000)]
+    assert (asked[0] < 3000) == (n_values is not None)
+
+
 def test_without_effort_plans_stay_as_they_were():
     graph = recorded("resnet50")
     assert not joint_heuristic.plan(graph, budget_of(graph, 0.35)).as_written

@@ -64,7 +64,7 @@ def test_what_fits_is_known_without_the_fastest_plan(name: str, speed: float) ->
     links, recipes = Links(speed, speed), recipes_of(graph)
     most = graph.peak_bytes
     fitted = []
-    for budget in (*range(4 * MIB, most, 9 * MIB), most):
+    for budget in (*range(4 * MIB, most, 5 * MIB), most):
         found = under_policy(name, graph, budget, links).step
         step = within_under_policy(name, graph, budget, links, recipes=recipes)
         assert (step is not None) == (found is not None and found.peak_bytes <= budget)
